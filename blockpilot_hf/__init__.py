@@ -1,0 +1,33 @@
+"""Adaptive block-diffusion speculative decoding for `model.generate`."""
+
+from transformers import AutoConfig, AutoModel
+
+from .candidate_generator import BlockPilotCandidateGenerator
+from .configuration_blockpilot import BlockPilotConfig
+from .configuration_dflash import DFlashConfig
+from .generate import BlockPilot
+from .hub import custom_generate_dir
+from .modeling_blockpilot import BlockPilotPolicy
+from .modeling_dflash import DFlashDraftModel
+from .trace import DecodeTrace, StepRecord
+
+__version__ = "0.1.0"
+
+for _config, _model in ((DFlashConfig, DFlashDraftModel), (BlockPilotConfig, BlockPilotPolicy)):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _model, exist_ok=True)
+    # So that `save_pretrained` writes the code next to the weights and the folder loads without this package.
+    _config.register_for_auto_class()
+    _model.register_for_auto_class("AutoModel")
+
+__all__ = [
+    "BlockPilot",
+    "BlockPilotCandidateGenerator",
+    "BlockPilotConfig",
+    "BlockPilotPolicy",
+    "DFlashConfig",
+    "DFlashDraftModel",
+    "DecodeTrace",
+    "StepRecord",
+    "custom_generate_dir",
+]

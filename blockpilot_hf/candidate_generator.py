@@ -1,0 +1,287 @@
+"""`BlockPilotCandidateGenerator`: everything on the draft side of one call, for one row.
+
+It owns the drafter's cache and the context that the drafter has not seen yet, asks the policy for the block size once
+after the prefill, and drafts blocks. It is a transformers `CandidateGenerator`, so it also works in place of the stock
+one in assisted decoding. It never touches the target's cache, processors or criteria, and leaves drafter, policy and
+target as they are: a second call starts from a second object.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationConfig
+from transformers.cache_utils import DFlashCache
+from transformers.generation import CandidateGenerator
+from transformers.utils import logging
+
+from .checks import check_block_size, check_drafter, check_pair, check_policy, vocab_rows
+from .verification import DraftBlock, DraftSampling, propose
+
+logger = logging.get_logger(__name__)
+
+
+class BlockPilotCandidateGenerator(CandidateGenerator):
+    """
+    Args:
+        drafter (`PreTrainedModel`): A DFlash drafter; recognised by its config's attributes, not by its class.
+        target (`PreTrainedModel`): The model whose output is reproduced. Its embedding and head are looked up anew.
+        generation_config (`GenerationConfig`): Of this call, with `max_length` set.
+        policy (`BlockPilotPolicy`, *optional*): Chooses the block size after the prefill.
+        block_size (`int`, *optional*): Fixes the block size; goes before the policy.
+        draft_sampling (`bool`, *optional*, defaults to `False`):
+            Draw the drafted tokens from the drafter's distribution when sampling, instead of taking its argmax.
+
+    Raises:
+        `ValueError`, `TypeError`: if drafter, target, policy and block size do not fit together.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        drafter: Any,
+        target: Any,
+        generation_config: GenerationConfig,
+        *,
+        policy: Any = None,
+        block_size: int | None = None,
+        draft_sampling: bool = False,
+    ):
+        check_drafter(drafter)
+        check_pair(target, drafter)
+        if block_size is not None:
+            check_block_size(block_size)
+        elif policy is not None:
+            check_policy(policy, target, drafter)
+        self.drafter = drafter
+        self.target = target
+        self.policy = policy if block_size is None else None
+        self.generation_config = generation_config
+        self.block_size: int = block_size  # type: ignore[assignment]  # `None` until `choose`
+        self.scores: dict[int, float] | None = None
+        self.reason = "fixed by the caller"
+        self._sampling = _draft_sampling(generation_config) if draft_sampling else None
+        self._limits = _position_limits(target)
+        self._cache = DFlashCache(config=drafter.config)
+        self._cache.activate_past_recording()
+        self._pending: list[torch.Tensor] = []  # context that the drafter has not seen, (1, n, hidden * taps) each
+        self._num_cached = 0
+        self._num_context = 0  # tokens whose states are known: the position of the anchor
+        self._head_dtype: torch.dtype | None = None
+        if block_size is not None:
+            self._warn_if_above_training()
+
+    @property
+    def needs_context(self) -> bool:
+        """Whether the target's hidden states are wanted: not for plain decoding."""
+        return self.block_size != 1
+
+    @property
+    def model_kwargs_overrides(self) -> dict[str, Any]:
+        """Keywords for the target's passes: only the layers that the drafter reads are returned."""
+        # `hidden_states[0]` is the embedding, so the output of layer k is entry k + 1.
+        return (
+            {"output_hidden_states": [i + 1 for i in self.drafter.config.target_layer_ids]}
+            if self.needs_context
+            else {}
+        )
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """
+        Fix the block size of the call, once, from the prefill.
+
+        Args:
+            logits (`torch.FloatTensor` of shape `(1, vocab_size)`): Raw target logits at the last prompt position.
+        """
+        if self.block_size is None and self.policy is not None:
+            config = self.generation_config
+            choice = self.policy.choose(
+                logits,
+                temperature=config.temperature if config.do_sample else 0.0,
+                top_k=config.top_k if config.do_sample else None,
+                top_p=config.top_p if config.do_sample else None,
+            )
+            self.block_size, self.scores, self.reason = choice.block_size, choice.scores, choice.reason
+            check_block_size(self.block_size)
+            self._warn_if_above_training()
+        elif self.block_size is None:
+            self.block_size = self.drafter.config.block_size
+            self.reason = "no policy: the block size of the drafter's training"
+            logger.warning_once(
+                f"No policy given or named by the drafter: every prompt uses its block size {self.block_size}."
+            )
+        return self.block_size
+
+    def observe(self, hidden_states: tuple[torch.Tensor | None, ...], kept: torch.Tensor | int) -> None:
+        """
+        Take in the target's states of committed tokens.
+
+        Args:
+            hidden_states (`tuple[torch.FloatTensor]`): `(1, width, hidden_size)` per captured layer.
+            kept (`int` or `torch.BoolTensor` of shape `(width,)`): How many, or which, positions are committed tokens.
+        """
+        if not self.needs_context:
+            return
+        taps = [hidden_states[i + 1] for i in self.drafter.config.target_layer_ids]
+        picked = [tap[:, :kept] if isinstance(kept, int) else tap[:, kept.to(tap.device)] for tap in taps]
+        self._head_dtype = picked[0].dtype
+        # Joining copies, so the states of the other positions and layers can be freed.
+        context = torch.cat([tap.to(self._device, self._dtype) for tap in picked], dim=-1)
+        self._pending.append(context)
+        self._num_context += context.shape[1]
+
+    def verify_width(self, remaining: int) -> tuple[int, str]:
+        """
+        Positions to verify in the next step, and why they are fewer than the block size.
+
+        Args:
+            remaining (`int`): Tokens left in the budget; a step commits at most as many as it verifies.
+        """
+        anchor = self._num_context
+        limit = getattr(self.drafter.config, "max_position_embeddings", None)
+        if self.block_size == 1:
+            return 1, ""
+        if limit is not None and anchor + self.block_size > limit:
+            return 1, "past the drafter's position limit"
+        width, reason = self.block_size, ""
+        if remaining < width:
+            width, reason = max(1, remaining), "end of the token budget"
+        for boundary, is_hard in self._limits:
+            if anchor < boundary < anchor + width:
+                width, reason = boundary - anchor, "the target's position limit"
+            elif anchor >= boundary and is_hard:
+                return 1, "past the target's position limit"
+        return width, reason
+
+    @torch.no_grad()
+    def draft_block(self, anchor_ids: torch.LongTensor) -> DraftBlock:
+        """
+        Draft one whole block after the anchor, from all context observed so far.
+
+        Args:
+            anchor_ids (`torch.LongTensor` of shape `(1, 1)`): The last committed token.
+
+        Returns:
+            [`DraftBlock`] with `block_size - 1` tokens.
+        """
+        context = torch.cat(self._pending, dim=1) if len(self._pending) != 1 else self._pending[0]
+        self._pending = []
+        if hasattr(self.drafter, "draft_block"):
+            return self.drafter.draft_block(anchor_ids, context, position=self._num_context, block_size=self.block_size)
+        width, num_new = self.block_size, context.shape[1]
+        position_ids = torch.arange(self._num_cached, self._num_cached + num_new + width, device=self._device)
+        self._cache.set_previous_accepted_tokens(num_new)
+        outputs = self.drafter(
+            noise_embeds=self._noise_embeds(anchor_ids, width),
+            context_hidden_states=context,
+            position_ids=position_ids.unsqueeze(0),
+            attention_mask=None,
+            cache=self._cache,
+        )
+        # The block's own keys and values go; the context's stay for the next block.
+        self._cache.crop(-width)
+        self._num_cached += num_new
+        # Two dimensions: a batch-1 slice keeps the stride of the whole block, and a matmul on it leaves the fast path.
+        logits = self._logits(outputs.last_hidden_state[:, 1:].flatten(0, 1))
+        return propose(logits.view(anchor_ids.shape[0], width - 1, -1), self._sampling)
+
+    def _noise_embeds(self, anchor_ids: torch.LongTensor, width: int) -> torch.Tensor:
+        mask_ids = anchor_ids.new_full((anchor_ids.shape[0], width - 1), self.drafter.config.mask_token_id)
+        embeds = _raw_embedding(self.target.get_input_embeddings(), torch.cat([anchor_ids, mask_ids], dim=-1))
+        return embeds.to(self._device, self._dtype) * getattr(self.drafter.config, "input_embedding_scale", 1.0)
+
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits `(positions, vocab)` of drafted tokens over the ids that drafter and target share."""
+        head = self.target.get_output_embeddings()
+        parameter = next(head.parameters(), None)  # none in a dynamically quantized head
+        device = parameter.device if parameter is not None and not parameter.is_meta else self.target.device
+        hidden_states = hidden_states.to(device, self._head_dtype)
+        transform = getattr(self.drafter, "draft_logits", None)
+        logits = head(hidden_states) if transform is None else transform(hidden_states, head)
+        shared = min(getattr(self.drafter.config, "vocab_size", None) or logits.shape[-1], vocab_rows(self.target))
+        return logits[:, :shared]
+
+    def _warn_if_above_training(self) -> None:
+        trained = self.drafter.config.block_size
+        if self.block_size is not None and self.block_size > trained:
+            logger.warning_once(
+                f"Block size {self.block_size} is above the {trained} that the drafter was trained for: the additional "
+                "positions are seldom accepted."
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        return self.drafter.device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.drafter.dtype
+
+    # transformers' own interface, called by stock assisted decoding
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: Any = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, None]:
+        """The sequence with drafted tokens appended; the prefill's round drafts nothing. See `CandidateGenerator`."""
+        if is_first_iteration:
+            return input_ids, None
+        if self._num_context == 0:
+            self.choose(model_outputs.logits[:, -1])
+            mask = (model_kwargs or {}).get("attention_mask")
+            prompt_length = input_ids.shape[1] - 1
+            self.observe(model_outputs.hidden_states, prompt_length if mask is None else mask[0, :prompt_length].bool())
+        else:
+            self.observe(model_outputs.hidden_states, int(n_last_matches) + 1)
+        width, _ = self.verify_width(self.generation_config.max_length - input_ids.shape[1])
+        if width == 1:
+            return input_ids, None
+        draft = self.draft_block(input_ids[:, -1:])
+        return torch.cat([input_ids, draft.token_ids[:, : width - 1].to(input_ids.device)], dim=-1), None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to learn yet: the block size stays what it is over a call."""
+
+
+def _draft_sampling(config: GenerationConfig) -> DraftSampling | None:
+    if not config.do_sample:
+        return None
+    return DraftSampling(
+        temperature=1.0 if config.temperature is None else float(config.temperature),
+        top_k=config.top_k or 0,
+        top_p=1.0 if config.top_p is None else config.top_p,
+    )
+
+
+def _raw_embedding(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
+    """Rows of the embedding table. Subclasses that scale or normalise them do so for the target, not for a drafter."""
+    weight = getattr(embedding, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.is_meta:
+        return embedding(ids)
+    ids = ids.to(weight.device)
+    is_subclass = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
+    return F.embedding(ids, weight) if is_subclass and weight.is_floating_point() else embedding(ids)
+
+
+def _position_limits(target: Any) -> list[tuple[int, bool]]:
+    """
+    Positions that one verifying pass must not span, with whether the target decodes token by token beyond them.
+
+    Plain decoding may end before it reaches such a position, a wide pass may not look past it. Long-rope targets change
+    their rotary frequencies at the length they were first trained on, for the whole pass.
+    """
+    config = target.config.get_text_config(decoder=True)
+    limits = []
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings"):
+        limits.append((rope["original_max_position_embeddings"], False))
+    if getattr(config, "max_position_embeddings", None):
+        limits.append((config.max_position_embeddings, True))
+    return limits

@@ -1,0 +1,212 @@
+"""What a call, a pair and a policy must satisfy, checked before the first pass. Only errors and warnings live here."""
+
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+from transformers.utils import logging
+
+from .modeling_dflash import supports_draft_contract
+
+logger = logging.get_logger(__name__)
+
+# Generation settings that ask for another way of proposing tokens than the drafter's.
+_OTHER_PROPOSERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+
+
+def check_block_size(block_size: Any) -> None:
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(
+            f"`block_size` must be an integer >= 1, got {block_size!r}. Leave it out to let the policy choose."
+        )
+
+
+def check_drafter(drafter: Any) -> None:
+    """Raise if `drafter` is not an object that drafts blocks; no target is needed for this."""
+    if not supports_draft_contract(drafter):
+        raise TypeError(
+            f"A drafter needs `config.target_layer_ids`, `config.block_size` and `config.mask_token_id`, got "
+            f"{type(drafter).__name__}. Pass a DFlash drafter, e.g. `DFlashDraftModel.from_pretrained(...)`."
+        )
+    if isinstance(drafter, nn.Module) and any(parameter.is_meta for parameter in drafter.parameters()):
+        raise ValueError("The drafter's weights are on the meta device. Load them before generating.")
+
+
+def check_call(model: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], batch_size: int) -> None:
+    """Refuse what block decoding cannot do exactly, as early as it can be known: before any pass of the target."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model. Block drafting works with decoder-only targets."
+        )
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            "`inputs_embeds` cannot be used with a block drafter, which needs token ids. Pass `input_ids`."
+        )
+    other = [name for name in _OTHER_PROPOSERS if getattr(generation_config, name, None)]
+    if other:
+        raise ValueError(f"{other} ask for another way of drafting. Leave them out: the drafter proposes the tokens.")
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"Generation mode '{mode.value}' cannot be used with a block drafter. Supported are greedy search and "
+            f"sampling: set `num_beams=1` (got {generation_config.num_beams})."
+        )
+    if generation_config.prefill_chunk_size is not None:
+        raise ValueError(
+            "`prefill_chunk_size` is not supported: the drafter needs the states of the whole prompt. Leave it out."
+        )
+    if generation_config.use_cache is False:
+        raise ValueError("`use_cache=False` cannot be used with a block drafter, which needs the cache. Leave it out.")
+    _check_cache(model, generation_config, model_kwargs.get("cache"))
+    if batch_size > 1:
+        _check_batch(generation_config, model_kwargs)
+
+
+def _check_cache(model: Any, generation_config: GenerationConfig, cache: Any) -> None:
+    name = type(model).__name__
+    if cache is None:
+        raise ValueError(f"{name} does not use a transformers `Cache`: a rejected draft could not be taken back.")
+    if generation_config.cache_implementation == "quantized" or "Quantized" in type(cache).__name__:
+        raise ValueError("A quantized cache cannot take back a rejected draft. Use the default cache, or 'static'.")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{name} keeps a recurrent state, which cannot be rolled back after a rejected draft. "
+            "Use plain `generate` for this model."
+        )
+
+
+def check_croppable(model: Any, cache: Any) -> None:
+    """Whether a cache can be cropped is known only after the prefill, when its layers exist."""
+    if not cache.is_croppable:
+        raise ValueError(
+            f"The cache of {type(model).__name__} ({type(cache).__name__}) cannot be cropped, so a rejected draft could "
+            "not be taken back. Use a dynamic cache, or plain `generate` for models with a recurrent state."
+        )
+
+
+def check_user_cache(cache: Any, input_length: int, mask_length: int | None) -> None:
+    """A filled cache passed by the user must come with all the tokens it holds, and with at least one more."""
+    cached = cache.get_seq_length()
+    if mask_length is not None and mask_length > input_length:
+        raise ValueError(
+            f"The cache holds {cached} tokens that are not in `input_ids` ({input_length} given, attention mask over "
+            f"{mask_length}). The drafter needs the states of every token, which the cache does not hold: pass the full "
+            "sequence as `input_ids`."
+        )
+    if cached >= input_length:
+        raise ValueError(
+            f"The cache holds {cached} tokens, but `input_ids` only {input_length}. Pass the full sequence with at least "
+            "one token more than the cache holds, or leave the cache out."
+        )
+
+
+def _check_batch(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    if generation_config.guidance_scale is not None and generation_config.guidance_scale != 1:
+        raise ValueError("`guidance_scale` keeps a state over the whole batch. Pass one row at a time.")
+    whole = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"}
+    other = sorted(key for key, value in model_kwargs.items() if key not in whole and hasattr(value, "shape"))
+    if other:
+        raise ValueError(f"A batch is decoded row by row, and {other} cannot be split. Pass one row at a time.")
+
+
+def check_pair(target: Any, drafter: Any) -> None:
+    """
+    Raise if `drafter` cannot draft for `target`, warn once if it was made for another one.
+
+    Raises:
+        `ValueError`: layers, hidden size, vocabulary or mask id do not fit.
+    """
+    ours, theirs = drafter.config, target.config.get_text_config(decoder=True)
+    num_layers = theirs.num_hidden_layers
+    if max(ours.target_layer_ids) >= num_layers:
+        raise ValueError(
+            f"The drafter reads target layers {list(ours.target_layer_ids)}, but {type(target).__name__} has only "
+            f"{num_layers}. Use the target that the drafter was trained for."
+        )
+    recorded = getattr(ours, "num_target_layers", None)
+    if recorded is not None and recorded != num_layers:
+        raise ValueError(
+            f"The drafter was trained for a target of {recorded} layers, {type(target).__name__} has {num_layers}. "
+            "Use the target that the drafter was trained for."
+        )
+    if ours.hidden_size != theirs.hidden_size:
+        raise ValueError(
+            f"The drafter's hidden size is {ours.hidden_size}, the target's {theirs.hidden_size}. They must be equal: "
+            "the drafter borrows the target's embedding and head."
+        )
+    if target.get_output_embeddings() is None:
+        raise ValueError(f"{type(target).__name__} has no output embedding (head) that the drafter could borrow.")
+    _check_vocabulary(ours, vocab_rows(target))
+    if not 0 <= ours.mask_token_id < vocab_rows(target):
+        raise ValueError(
+            f"The drafter's `mask_token_id` {ours.mask_token_id} is not a row of the target's embedding "
+            f"({vocab_rows(target)} rows). If the target was resized, restore the rows it was trained with."
+        )
+    _check_mask_row(target, ours.mask_token_id)
+    _warn_other_name("drafter", getattr(ours, "target_name_or_path", None), target)
+
+
+def _check_vocabulary(ours: Any, num_rows: int) -> None:
+    """Equal sizes, or sizes so close that they are one vocabulary with another padding or a few rows added."""
+    recorded = getattr(ours, "vocab_size", None)
+    if recorded is None or recorded == num_rows:
+        return
+    difference, larger = abs(recorded - num_rows), max(recorded, num_rows)
+    if difference > min(1024, larger // 4):
+        raise ValueError(
+            f"The drafter was trained for a vocabulary of {recorded} tokens, the target has {num_rows}. Drafted ids "
+            "would mean other tokens: use the target that the drafter was trained for."
+        )
+    logger.warning_once(
+        f"The target's vocabulary has {num_rows} rows, the drafter's {recorded}: taken as the same tokens with another "
+        f"padding. Only ids below {min(recorded, num_rows)} are proposed."
+    )
+
+
+def _check_mask_row(target: Any, mask_token_id: int) -> None:
+    weight = getattr(target.get_input_embeddings(), "weight", None)
+    is_plain = (
+        weight is not None and getattr(weight, "ndim", 0) == 2 and weight.is_floating_point() and not weight.is_meta
+    )
+    if is_plain and not weight[mask_token_id].any():
+        logger.warning_once(
+            f"The target's embedding of `mask_token_id` {mask_token_id} is all zeros. If the drafter was trained with an "
+            "added mask token, load the embedding that it was trained with."
+        )
+
+
+def check_policy(policy: Any, target: Any, drafter: Any) -> None:
+    """Raise if `policy` cannot be asked for this target, warn once if it was made for another target or drafter."""
+    if not callable(getattr(policy, "choose", None)) or not hasattr(getattr(policy, "config", None), "block_sizes"):
+        raise TypeError(
+            f"`policy` must be a BlockPilot policy, its folder or Hub id, `False` or `None`, got {type(policy).__name__}."
+        )
+    config = policy.config
+    num_logits = getattr(target.get_output_embeddings(), "out_features", None)
+    if getattr(config, "features", None) == "logits" and num_logits not in (None, config.vocab_size):
+        raise ValueError(
+            f"The policy reads the logits of {config.vocab_size} tokens, the target has {num_logits}. Use the policy "
+            "that was made for this target, or pass `policy=False`."
+        )
+    _warn_other_name("policy", getattr(config, "target_name_or_path", None), target)
+    _warn_other_name("policy", getattr(config, "drafter_name_or_path", None), drafter)
+
+
+def vocab_rows(target: Any) -> int:
+    """Rows of the target's input embedding, looked up now: a target may be resized at any time."""
+    embedding = target.get_input_embeddings()
+    return getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
+
+
+def _warn_other_name(what: str, recorded: str | None, model: Any) -> None:
+    """Compared by the last part of the path: the same model is often loaded from another place."""
+    name = getattr(model.config, "_name_or_path", None) or ""
+    if recorded and name and _last_part(recorded) != _last_part(name):
+        logger.warning_once(
+            f"The {what} was made for '{recorded}' and is used with '{name}'. The output stays the same; it may be slower."
+        )
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1].lower()

@@ -1,0 +1,262 @@
+"""`blockpilot <verb>`: thin commands over the package. Errors of the user's own making end in one line and status 1."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import logging
+
+from .embedded import load_embedded_target, untrained_drafter
+from .generate import BlockPilot
+from .loading import load_drafter
+from .parity import Comparison, ScriptedDrafter, compare_prompt
+from .prompts import Prompt, encode_prompt, read_prompts
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+Target = Annotated[
+    str | None, typer.Option(help="Target: folder or Hub id. Default: the embedded SmolLM2-135M-Instruct.")
+]
+Drafter = Annotated[
+    str,
+    typer.Option(
+        help="Drafter: folder, Hub id, 'untrained' (random weights) or 'scripted[:SHARE]' (right that often)."
+    ),
+]
+Policy = Annotated[str | None, typer.Option(help="Policy: folder or Hub id. Default: the one that the drafter names.")]
+Dtype = Annotated[str, typer.Option(help=f"Of the target: {', '.join(_DTYPES)}.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy; above: sampling.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
+
+
+@app.callback()
+def _app() -> None:
+    """Adaptive block-diffusion speculative decoding."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The user's message; '-' reads it from standard input.")],
+    target: Target = None,
+    drafter: Drafter = "untrained",
+    policy: Policy = None,
+    block_size: Annotated[int | None, typer.Option(help="Fix the block size; 1 is plain decoding.")] = None,
+    max_new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    dtype: Dtype = "bfloat16",
+    compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly and compare.")] = False,
+) -> None:
+    """Answer PROMPT, streamed, and say which block size was used and how many drafted tokens were accepted."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    model, tokenizer = _load_target(target, dtype)
+    pilot = BlockPilot(_load_drafter(drafter, model), policy)
+    input_ids = encode_prompt(tokenizer, text).to(model.device)
+    settings = {**_sampling(temperature), "max_new_tokens": max_new_tokens}
+
+    torch.manual_seed(seed)
+    output = pilot.generate(
+        model,
+        input_ids=input_ids,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        return_dict_in_generate=True,
+        **settings,
+        **({} if block_size is None else {"block_size": block_size}),
+    )
+    trace = output.blockpilot
+    seconds = trace.prefill_s + trace.policy_s + trace.decode_s
+    say = Console(highlight=False).print
+    say(f"\nblock size {trace.block_size} ({trace.reason})")
+    say(
+        f"{trace.num_new_tokens} tokens in {len(trace.steps)} steps, {trace.acceptance_length:.2f} per step, "
+        f"{trace.num_new_tokens / seconds:.1f} tokens/s"
+    )
+    if compare:
+        result = compare_prompt(model, pilot, input_ids, [block_size], seed=seed, **settings)[0]
+        say(
+            f"plain decoding {result.num_new_tokens / result.plain_s:.1f} tokens/s, ratio {result.plain_s / result.ours_s:.2f}"
+        )
+        say(_verdict(result))
+    if drafter == "untrained":
+        say("The drafter is untrained: its tokens are seldom accepted, and drafting only costs time.")
+
+
+@app.command()
+def verify(
+    prompts: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="Prompts: .jsonl or one per line.")],
+    block_sizes: Annotated[
+        str, typer.Option(help="Comma-separated sizes; 'policy' lets the policy choose.")
+    ] = "1,2,5,8,16",
+    target: Target = None,
+    drafter: Drafter = "untrained",
+    policy: Policy = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="That many prompts, spread evenly over the file.")] = None,
+    max_new_tokens: NewTokens = 64,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    output: Annotated[
+        Path | None, typer.Option(help="Write results as JSON lines as they come; a second call goes on there.")
+    ] = None,
+) -> None:
+    """Compare with plain generate, prompt by prompt. Ends with status 1 if rounding does not explain a difference."""
+    sizes = [None if size == "policy" else _block_size(size) for size in block_sizes.split(",")]
+    chosen = read_prompts(prompts, limit)
+    settings = {**_sampling(temperature), "max_new_tokens": max_new_tokens}
+    run = {"target": target, "drafter": drafter, "policy": policy, "dtype": dtype, "seed": seed, **settings}
+    known = _read_results(output, run) if output else {}
+    pending = [prompt for prompt in chosen if any((prompt.id, size) not in known for size in sizes)]
+    if pending:
+        model, tokenizer = _load_target(target, dtype)
+        pilot = BlockPilot(_load_drafter(drafter, model), policy)
+        for prompt in _progress(pending):
+            ids = encode_prompt(tokenizer, prompt.turns[0]).to(model.device)
+            for result in compare_prompt(
+                model, pilot, ids, sizes, seed=seed, on_plain=getattr(pilot.drafter, "follow", None), **settings
+            ):
+                known[prompt.id, result.block_size] = result
+                if output:
+                    _append_line(
+                        output, {"run": run, "prompt": prompt.id, "category": prompt.category, **asdict(result)}
+                    )
+    results = [known[prompt.id, size] for prompt in chosen for size in sizes]
+    _print_results(chosen, sizes, known)
+    unexplained = sum(not result.explained for result in results)
+    raise typer.Exit(1 if unexplained else 0)
+
+
+def _print_results(
+    prompts: list[Prompt], sizes: list[int | None], known: dict[tuple[str, int | None], Comparison]
+) -> None:
+    console = Console(highlight=False)
+    table = Table(
+        "block size",
+        "identical / total",
+        "explained",
+        "unexplained",
+        "largest gap",
+        "tau",
+        title="against plain generate",
+    )
+    for size in sizes:
+        results = [known[prompt.id, size] for prompt in prompts]
+        different = [r for r in results if r.first_difference is not None]
+        gaps = [r.gap for r in different if r.gap is not None]
+        table.add_row(
+            "policy" if size is None else str(size),
+            f"{len(results) - len(different)} / {len(results)}",
+            str(sum(r.explained for r in different)),
+            str(sum(not r.explained for r in different)),
+            f"{max(gaps):.4f}" if gaps else "-",
+            f"{sum(r.acceptance_length for r in results) / len(results):.2f}",
+        )
+    console.print(table)
+    for prompt in prompts:
+        for size in sizes:
+            result = known[prompt.id, size]
+            if result.first_difference is not None:
+                console.print(f"{prompt.id}, block size {'policy' if size is None else size}: {_verdict(result)}")
+    results = [known[prompt.id, size] for prompt in prompts for size in sizes]
+    identical = sum(r.first_difference is None for r in results)
+    console.print(f"identical {identical} / {len(results)}, unexplained {sum(not r.explained for r in results)}")
+
+
+def _verdict(result: Comparison) -> str:
+    if result.first_difference is None:
+        return "identical to plain generate"
+    where = f"first difference at new token {result.first_difference}"
+    if result.gap is None or result.change is None:
+        return f"{where}: not explained"
+    measured = f"gap {result.gap:.4f}, largest change of a score by width {result.change:.4f}"
+    return f"{where}: {'a near-tie' if result.explained else 'not explained'} ({measured})"
+
+
+def _load_target(target: str | None, dtype: str) -> tuple[Any, Any]:
+    if dtype not in _DTYPES:
+        raise ValueError(f"`--dtype` must be one of {list(_DTYPES)}, got {dtype!r}.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if target is None:
+        return load_embedded_target(dtype=_DTYPES[dtype], device=device)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=_DTYPES[dtype]).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(target)
+
+
+def _load_drafter(name: str, target: Any) -> Any:
+    if name == "untrained":
+        return untrained_drafter(target)
+    if name.partition(":")[0] == "scripted":
+        share = name.partition(":")[2]
+        return ScriptedDrafter(target, accuracy=float(share) if share else 2 / 3)
+    return load_drafter(name, dtype=target.dtype).to(target.device)
+
+
+def _sampling(temperature: float) -> dict[str, Any]:
+    # The neutral top-k and top-p: the model's own defaults would hide most of the distribution.
+    return (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature
+        else {"do_sample": False}
+    )
+
+
+def _block_size(text: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise ValueError(f"`--block-sizes` takes integers >= 1 and 'policy', separated by commas, got {text!r}.")
+    return int(text)
+
+
+def _progress(prompts: list[Prompt]) -> Any:
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield from progress.track(prompts)
+
+
+def _append_line(path: Path, entry: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _read_results(path: Path, run: dict[str, Any]) -> dict[tuple[str, int | None], Comparison]:
+    """Results of an earlier call with the same settings; a line cut off by a kill is left out."""
+    known = {}
+    names = set(Comparison.__dataclass_fields__)
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if entry.get("run") != run:
+            raise ValueError(
+                f"{path} holds results of other settings: {entry.get('run')}. Name another file with `--output`."
+            )
+        known[entry["prompt"], entry["block_size"]] = Comparison(**{k: v for k, v in entry.items() if k in names})
+    return known
+
+
+def main() -> None:
+    """Entry point of the `blockpilot` command."""
+    logging.disable_progress_bar()
+    try:
+        app()
+    except (ValueError, TypeError, OSError) as error:
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

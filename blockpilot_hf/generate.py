@@ -1,0 +1,325 @@
+"""The bridge between `model.generate` and the decode loop. All call forms end in `BlockPilot.__call__`:
+
+- `model.generate(**inputs, assistant_model=drafter, custom_generate=folder_or_repo, trust_remote_code=True)` runs the
+  function `generate` below,
+- `model.generate(**inputs, custom_generate=pilot)` calls the pilot like one of transformers' own decoding methods,
+- `pilot.generate(model, **inputs, streamer=..., stop_strings=..., tokenizer=...)` binds what does not reach a callable.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.utils import logging
+
+from .batching import RowInputs, collect, split_rows
+from .candidate_generator import BlockPilotCandidateGenerator
+from .checks import check_block_size, check_call, check_drafter, check_user_cache
+from .decoding import Decoding
+from .loading import load_drafter, load_policy, policy_of_drafter
+from .trace import StepRecord
+
+logger = logging.get_logger(__name__)
+
+# Meant for finding the recipe, but transformers also hands them to the function it found.
+_RECIPE_KEYWORDS = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "force_download",
+    "proxies",
+    "repo_type",
+    "subfolder",
+    "code_revision",
+)
+
+
+class BlockPilot:
+    """
+    A drafter with a policy, to be given to `generate` as `custom_generate`. Keeps no state between calls, so one pilot
+    serves several threads.
+
+    Args:
+        drafter (`PreTrainedModel`): A DFlash drafter.
+        policy (`BlockPilotPolicy`, `str` or `False`, *optional*):
+            Policy, its folder or Hub id. By default the one that the drafter's config names, else none: then every
+            prompt uses the drafter's block size. `False`: none in any case.
+        draft_sampling (`bool`, *optional*, defaults to `False`):
+            When sampling, draw the drafted tokens instead of taking the drafter's argmax. The output is then distributed
+            as the target's, but the same seed does not give plain `generate`'s text.
+    """
+
+    def __init__(self, drafter: Any, policy: Any = None, *, draft_sampling: bool = False, **policy_kwargs: Any):
+        check_drafter(drafter)
+        self.drafter = drafter
+        self.draft_sampling = draft_sampling
+        self._policy_kwargs = policy_kwargs
+        self.policy = load_policy(policy, **policy_kwargs) if isinstance(policy, str) else policy
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        drafter: Any,
+        policy: Any = None,
+        *,
+        draft_sampling: bool = False,
+        revision: str | None = None,
+        policy_revision: str | None = None,
+        subfolder: str = "",
+        policy_subfolder: str = "",
+        dtype: Any = "auto",
+        **kwargs: Any,
+    ) -> "BlockPilot":
+        """
+        Load drafter and policy from folders or the Hub.
+
+        Args:
+            drafter (`str` or `PreTrainedModel`): Folder, Hub id or object.
+            policy (`str`, `BlockPilotPolicy` or `False`, *optional*): See [`BlockPilot`].
+            revision, subfolder (`str`, *optional*): Of the drafter.
+            policy_revision, policy_subfolder (`str`, *optional*): Of the policy.
+            dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`): Of the drafter.
+            kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`, `proxies` for both, and everything else that
+                `from_pretrained` takes (`device_map`, `attn_implementation`, `trust_remote_code`, ...) for the drafter.
+        """
+        if isinstance(drafter, str):
+            where = {"revision": revision, "subfolder": subfolder} if revision or subfolder else {}
+            drafter = load_drafter(drafter, dtype=dtype, **where, **kwargs)
+        shared = {k: v for k, v in kwargs.items() if k in _RECIPE_KEYWORDS}
+        if policy_revision is not None:
+            shared["revision"] = policy_revision
+        if policy_subfolder:
+            shared["subfolder"] = policy_subfolder
+        return cls(drafter, policy, draft_sampling=draft_sampling, **shared)
+
+    def generate(
+        self,
+        model: Any,
+        inputs: torch.Tensor | None = None,
+        *,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        stop_strings: str | list[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        `model.generate` with this pilot, streaming and stop strings included.
+
+        Args:
+            model (`PreTrainedModel`): The target; may be wrapped by PEFT, `torch.compile` or data parallelism.
+            inputs (`torch.LongTensor` of shape `(batch_size, length)`, *optional*): The prompt; or `input_ids=`.
+            streamer (`BaseStreamer`, *optional*): Gets the prompt, then token after token. One row only.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for `stop_strings`.
+            stop_strings (`str` or `list[str]`, *optional*): As in `generate`.
+            kwargs: Everything that `generate` takes, and `policy`, `block_size`, `on_step`, `time_steps` for this call.
+
+        Returns:
+            What `generate` returns. With `return_dict_in_generate=True` a `GenerateDecoderOnlyOutput` whose field
+            `blockpilot` is a [`DecodeTrace`].
+        """
+        for name in ("assistant_model", "custom_generate"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(
+                    f"`{name}` is this pilot's own part here. Leave it out, or call `model.generate` with it."
+                )
+        if kwargs.pop("synced_gpus", None):
+            raise ValueError("`synced_gpus` is not supported: ranks verify different numbers of tokens.")
+        model = _unwrapped(model)
+        kwargs, criteria = _take_stop_strings(model, stop_strings, tokenizer, kwargs)
+        if criteria is not None:
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criteria])
+        if inputs is not None:
+            kwargs["inputs"] = inputs
+        # The class's own method: a target whose repository carries this recipe has `model.generate` replaced by it.
+        return type(model).generate(model, custom_generate=functools.partial(self, streamer=streamer), **kwargs)
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any = None,
+        synced_gpus: bool = False,
+        *,
+        policy: Any = None,
+        block_size: int | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+        time_steps: bool | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """
+        Decode what `generate` prepared; called by it. The keyword-only arguments may be given to `model.generate`.
+
+        Args:
+            policy: For this call, as in [`BlockPilot`].
+            block_size (`int`, *optional*): Fixes the block size, any integer >= 1; 1 is plain decoding.
+            on_step (`Callable[[StepRecord], None]`, *optional*): Called after every verification step.
+            time_steps (`bool`, *optional*): Seconds of single steps on a GPU, at the price of a synchronisation each.
+
+        Raises:
+            `ValueError`: for what cannot be decoded exactly in blocks, before the first pass; only whether a cache can be
+                cropped is known after the prefill.
+        """
+        if block_size is not None:
+            check_block_size(block_size)
+        check_call(model, generation_config, model_kwargs, input_ids.shape[0])
+        if streamer is not None and input_ids.shape[0] > 1:
+            raise ValueError(f"A streamer takes one row at a time, got {input_ids.shape[0]} rows.")
+        _reset_user_cache(model_kwargs["cache"], input_ids, model_kwargs, generation_config)
+        policy = False if block_size is not None else self._resolve_policy(policy)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+
+        decodings = []
+        for row in split_rows(input_ids, model_kwargs, logits_processor, stopping_criteria, generation_config):
+            generator = BlockPilotCandidateGenerator(
+                self.drafter,
+                model,
+                generation_config,
+                policy=policy or None,
+                block_size=block_size,
+                draft_sampling=self.draft_sampling,
+            )
+            decodings.append(_decode_row(model, row, generator, generation_config, streamer, on_step, time_steps))
+        if streamer is not None:
+            streamer.end()
+        return collect(decodings, generation_config)
+
+    def _resolve_policy(self, policy: Any) -> Any:
+        """The policy of a call: given with it, given to the pilot, named by the drafter; `None` or `False` for none."""
+        if isinstance(policy, str):
+            return load_policy(policy, **self._policy_kwargs)
+        if policy is None:
+            policy = self.policy
+        return policy_of_drafter(self.drafter, **self._policy_kwargs) if policy is None else policy
+
+
+def generate(
+    model: Any,
+    *,
+    policy: Any = None,
+    block_size: int | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
+    draft_sampling: bool = False,
+    time_steps: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """
+    The recipe behind `custom_generate="<folder or repo>"`: binds drafter and policy to a pilot and generates with it.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        assistant_model (`PreTrainedModel`): The drafter.
+        policy, block_size, on_step, draft_sampling, time_steps: See [`BlockPilot`].
+        kwargs: Everything else that `generate` takes.
+
+    Raises:
+        `ValueError`: if no drafter is given.
+    """
+    where = {key: kwargs.pop(key) for key in _RECIPE_KEYWORDS if key in kwargs}
+    kwargs.pop("trust_remote_code", None)
+    if kwargs.get("custom_generate") is not None or "assistant_model" not in kwargs:
+        # Only a target whose own repository carries this recipe gets here: its `generate` is this function.
+        return type(model).generate(model, **kwargs)
+    drafter = kwargs.pop("assistant_model")
+    if drafter is None:
+        raise ValueError(
+            "`assistant_model` is missing. Pass a DFlash drafter: `generate(assistant_model=drafter, ...)`."
+        )
+    for name in ("revision", "repo_type", "subfolder", "code_revision"):  # of the recipe, not of the policy
+        where.pop(name, None)
+    pilot = BlockPilot(drafter, policy, draft_sampling=draft_sampling, **where)
+    ours = {"block_size": block_size, "on_step": on_step, "time_steps": time_steps}
+    return pilot.generate(model, **{k: v for k, v in ours.items() if v is not None}, **kwargs)
+
+
+def _decode_row(
+    model: Any,
+    row: RowInputs,
+    generator: BlockPilotCandidateGenerator,
+    generation_config: GenerationConfig,
+    streamer: Any,
+    on_step: Callable[[StepRecord], None] | None,
+    time_steps: bool | None,
+) -> Decoding:
+    """Run the loop to its end, handing tokens and records on as they come."""
+    decoding = Decoding(
+        model,
+        row.input_ids,
+        generator,
+        logits_processor=row.logits_processor,
+        stopping_criteria=row.stopping_criteria,
+        generation_config=generation_config,
+        model_kwargs=row.model_kwargs,
+        row=row.index,
+        time_steps=time_steps,
+    )
+    try:
+        first = decoding.prefill()
+        if streamer is not None:
+            streamer.put(first[0].cpu())
+        for record in decoding.steps():
+            if streamer is not None:
+                # One token at a time, as in plain decoding: a streamer may count them or look at the last one.
+                for token_id in record.committed_ids:
+                    streamer.put(torch.tensor([token_id]))
+            if on_step is not None:
+                on_step(record)
+    finally:
+        # The cache may outlive the call: the next prefill must not keep every state of its sliding layers.
+        for layer in getattr(row.model_kwargs.get("cache"), "layers", ()):
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+    return decoding
+
+
+def _reset_user_cache(
+    cache: Any, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], config: GenerationConfig
+) -> None:
+    """A filled cache holds no states for the drafter, so its tokens go through the target again, into the same cache."""
+    if cache.get_seq_length() == 0:
+        return
+    mask = model_kwargs.get("attention_mask")
+    check_user_cache(
+        cache, input_ids.shape[1], getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
+    )
+    logger.warning_once("The tokens in the passed cache are computed again: the drafter needs their hidden states.")
+    cache.reset()
+
+
+def _take_stop_strings(
+    model: Any, stop_strings: Any, tokenizer: Any, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], StopStringCriteria | None]:
+    """`generate` cannot build this criterion for a callable, which gets no tokenizer: built here, and unset there."""
+    config = kwargs.get("generation_config")
+    if stop_strings is None and config is not None and config.stop_strings is not None:
+        stop_strings = config.stop_strings
+    if stop_strings is None:
+        stop_strings = model.generation_config.stop_strings
+    if stop_strings is None:
+        return kwargs, None
+    if tokenizer is None:
+        raise ValueError("`stop_strings` needs the tokenizer of the target. Pass `tokenizer=`.")
+    # The keyword goes before every config, also where it says `None`.
+    return {**kwargs, "stop_strings": None}, StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model behind `torch.compile` and data parallelism; PEFT's own `generate` finds its base by itself."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and not hasattr(type(model), "generate"):
+            inner = getattr(model, "module", None)
+        if inner is None:
+            return model
+        model = inner

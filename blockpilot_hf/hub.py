@@ -1,0 +1,54 @@
+"""Folders in the shape of Hub repositories, assembled from this package's own files."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from huggingface_hub import constants
+
+# The modules that travel: they import only torch, transformers and each other, one relative level deep.
+RECIPE_MODULES = (
+    "configuration_dflash",
+    "modeling_dflash",
+    "configuration_blockpilot",
+    "features",
+    "modeling_blockpilot",
+    "trace",
+    "verification",
+    "checks",
+    "candidate_generator",
+    "decoding",
+    "batching",
+    "loading",
+    "generate",
+)
+
+
+def custom_generate_dir() -> str:
+    """
+    A folder to pass as `custom_generate=` with `trust_remote_code=True`, holding the recipe as its Hub repository does.
+
+    It lies in the Hugging Face cache (`HF_HOME`) under the fingerprint of its files, and is assembled at the first call.
+    """
+    package = Path(__file__).parent
+    sources = {f"{name}.py": (package / f"{name}.py").read_bytes() for name in RECIPE_MODULES}
+    fingerprint = hashlib.sha256(b"\0".join(name.encode() + b"\0" + text for name, text in sources.items())).hexdigest()
+    folder = Path(os.environ.get("HF_HOME", constants.HF_HOME)) / "blockpilot" / f"custom_generate-{fingerprint[:16]}"
+    if folder.is_dir():
+        return str(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".custom_generate-"))
+    try:
+        (unfinished / "custom_generate").mkdir()
+        for name, text in sources.items():
+            (unfinished / "custom_generate" / name).write_bytes(text)
+        unfinished.chmod(0o755)
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return str(folder)

