@@ -63,8 +63,8 @@ def _check_padding(stopping_criteria: StoppingCriteriaList, config: GenerationCo
     own = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
     if own and config._pad_token_tensor is None:
         raise ValueError(
-            f"Rows may end at different lengths ({[type(c).__name__ for c in own]}) and there is no token to pad them with. "
-            "Pass `pad_token_id=`, or one row at a time."
+            f"Rows may end at different lengths ({[type(c).__name__ for c in own]}) and there is no token to pad them "
+            "with. Pass `pad_token_id=`, or one row at a time."
         )
 
 

@@ -99,7 +99,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
             config = self.generation_config
             choice = self.policy.choose(
                 logits,
-                temperature=config.temperature if config.do_sample else 0.0,
+                temperature=(1.0 if config.temperature is None else config.temperature) if config.do_sample else 0.0,
                 top_k=config.top_k if config.do_sample else None,
                 top_p=config.top_p if config.do_sample else None,
             )

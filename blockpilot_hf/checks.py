@@ -80,8 +80,8 @@ def check_croppable(model: Any, cache: Any) -> None:
     """Whether a cache can be cropped is known only after the prefill, when its layers exist."""
     if not cache.is_croppable:
         raise ValueError(
-            f"The cache of {type(model).__name__} ({type(cache).__name__}) cannot be cropped, so a rejected draft could "
-            "not be taken back. Use a dynamic cache, or plain `generate` for models with a recurrent state."
+            f"The cache of {type(model).__name__} ({type(cache).__name__}) cannot be cropped, so a rejected draft "
+            "could not be taken back. Use a dynamic cache, or plain `generate` for models with a recurrent state."
         )
 
 
@@ -91,13 +91,13 @@ def check_user_cache(cache: Any, input_length: int, mask_length: int | None) -> 
     if mask_length is not None and mask_length > input_length:
         raise ValueError(
             f"The cache holds {cached} tokens that are not in `input_ids` ({input_length} given, attention mask over "
-            f"{mask_length}). The drafter needs the states of every token, which the cache does not hold: pass the full "
-            "sequence as `input_ids`."
+            f"{mask_length}). The drafter needs the states of every token, which the cache does not hold: pass the "
+            "full sequence as `input_ids`."
         )
     if cached >= input_length:
         raise ValueError(
-            f"The cache holds {cached} tokens, but `input_ids` only {input_length}. Pass the full sequence with at least "
-            "one token more than the cache holds, or leave the cache out."
+            f"The cache holds {cached} tokens, but `input_ids` only {input_length}. Pass the full sequence with at "
+            "least one token more than the cache holds, or leave the cache out."
         )
 
 
@@ -166,13 +166,11 @@ def _check_vocabulary(ours: Any, num_rows: int) -> None:
 
 def _check_mask_row(target: Any, mask_token_id: int) -> None:
     weight = getattr(target.get_input_embeddings(), "weight", None)
-    is_plain = (
-        weight is not None and getattr(weight, "ndim", 0) == 2 and weight.is_floating_point() and not weight.is_meta
-    )
-    if is_plain and not weight[mask_token_id].any():
+    # Quantised tables are classes of their own, whose rows need not be readable.
+    if type(weight) is nn.Parameter and not weight.is_meta and not weight[mask_token_id].any():
         logger.warning_once(
-            f"The target's embedding of `mask_token_id` {mask_token_id} is all zeros. If the drafter was trained with an "
-            "added mask token, load the embedding that it was trained with."
+            f"The target's embedding of `mask_token_id` {mask_token_id} is all zeros. If the drafter was trained with "
+            "an added mask token, load the embedding that it was trained with."
         )
 
 
@@ -180,7 +178,8 @@ def check_policy(policy: Any, target: Any, drafter: Any) -> None:
     """Raise if `policy` cannot be asked for this target, warn once if it was made for another target or drafter."""
     if not callable(getattr(policy, "choose", None)) or not hasattr(getattr(policy, "config", None), "block_sizes"):
         raise TypeError(
-            f"`policy` must be a BlockPilot policy, its folder or Hub id, `False` or `None`, got {type(policy).__name__}."
+            "`policy` must be a BlockPilot policy, its folder or Hub id, `False` or `None`, got "
+            f"{type(policy).__name__}."
         )
     config = policy.config
     num_logits = getattr(target.get_output_embeddings(), "out_features", None)
@@ -204,7 +203,8 @@ def _warn_other_name(what: str, recorded: str | None, model: Any) -> None:
     name = getattr(model.config, "_name_or_path", None) or ""
     if recorded and name and _last_part(recorded) != _last_part(name):
         logger.warning_once(
-            f"The {what} was made for '{recorded}' and is used with '{name}'. The output stays the same; it may be slower."
+            f"The {what} was made for '{recorded}' and is used with '{name}'. The output stays the same, but it may be "
+            "slower."
         )
 
 

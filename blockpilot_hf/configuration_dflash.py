@@ -1,8 +1,8 @@
 """Configuration of a DFlash drafter (arXiv 2602.06036), in this project's form and in the published one.
 
-A published checkpoint describes itself as a `qwen3` model with a `dflash_config` section; `DFlashConfig` reads that form
-and its own, and refuses what it does not know instead of guessing. This is the one place that knows how checkpoint
-configs differ. It knows nothing of weights or of the target beyond the sizes that the checkpoint recorded.
+A published checkpoint describes itself as a `qwen3` model with a `dflash_config` section; `DFlashConfig` reads that
+form and its own, and refuses what it does not know instead of guessing. This is the one place that knows how
+checkpoint configs differ. It knows nothing of weights or of the target beyond the sizes that the checkpoint recorded.
 """
 
 from typing import Any
@@ -54,8 +54,9 @@ class DFlashConfig(PreTrainedConfig):
     Args:
         vocab_size (`int`, *optional*, defaults to 151936):
             Rows of the target's embedding that the drafter was trained with; it has no embedding of its own.
-        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, hidden_act,
-        max_position_embeddings, initializer_range, rms_norm_eps, attention_bias, attention_dropout, rope_parameters:
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+        hidden_act, max_position_embeddings, initializer_range, rms_norm_eps, attention_bias, attention_dropout,
+        rope_parameters:
             As in `Qwen3Config`. `rope_theta` is read from `rope_parameters` first, then from the top level.
         layer_types (`list[str]`, *optional*):
             `"full_attention"` or `"sliding_attention"` per layer; all full by default.
@@ -151,26 +152,30 @@ class DFlashConfig(PreTrainedConfig):
         ids = self.target_layer_ids
         if not ids or not all(_is_int(i) and 0 <= i < self.num_target_layers for i in ids):
             raise ValueError(
-                f"`target_layer_ids` must be zero-based layers of the target, 0 to {self.num_target_layers - 1}, got {ids}."
+                f"`target_layer_ids` must be zero-based layers of the target, 0 to {self.num_target_layers - 1}, got "
+                f"{ids}."
             )
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"`layer_types` must name {self.num_hidden_layers} layers (`num_hidden_layers`), got {self.layer_types}."
+                f"`layer_types` must name {self.num_hidden_layers} layers (`num_hidden_layers`), got "
+                f"{self.layer_types}."
             )
         unknown = sorted(set(self.layer_types) - {"full_attention", "sliding_attention"})
         if unknown:
             raise ValueError(f"`layer_types` may hold 'full_attention' and 'sliding_attention', got {unknown}.")
-        if "sliding_attention" in self.layer_types and not (_is_int(self.sliding_window) and self.sliding_window >= 1):
+        window = self.sliding_window or 0
+        if "sliding_attention" in self.layer_types and (not _is_int(window) or window < 1):
             raise ValueError(
                 f"`sliding_window` must be a positive integer when a layer slides, got {self.sliding_window!r}."
             )
         rope_type = self.rope_parameters["rope_type"]
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             raise ValueError(
-                f"`rope_parameters['rope_type']` must be one of {sorted(['default', *ROPE_INIT_FUNCTIONS])}, got {rope_type!r}."
+                f"`rope_parameters['rope_type']` must be one of {sorted(['default', *ROPE_INIT_FUNCTIONS])}, got "
+                f"{rope_type!r}."
             )
 
-    # Both entry points are overridden: `from_pretrained` compares `model_type` between them and would warn about 'qwen3'.
+    # Both entry points: `from_pretrained` compares `model_type` between them and would warn about 'qwen3'.
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
@@ -230,8 +235,8 @@ def _check_is_dflash(config_dict: dict[str, Any], source: str) -> None:
         raise ValueError(f"{source} is in the speculators format (found {speculators}). {_SUPPORTED}")
     if "dflash_config" not in config_dict:
         raise ValueError(
-            f"{source} is not a DFlash drafter: model_type {config_dict.get('model_type')!r} without a `dflash_config`. "
-            f"{_SUPPORTED}"
+            f"{source} is not a DFlash drafter: model_type {config_dict.get('model_type')!r} without a "
+            f"`dflash_config`. {_SUPPORTED}"
         )
     section = config_dict["dflash_config"] or {}
     architectures = config_dict.get("architectures") or []
@@ -293,7 +298,8 @@ def _layer_types(config_dict: dict[str, Any], source: str) -> tuple[list[str], i
         return list(layer_types), None
     if use_window is False:
         raise ValueError(
-            f"{source} has sliding layers in `layer_types` but `use_sliding_window` false. Make the two agree in config.json."
+            f"{source} has sliding layers in `layer_types` but `use_sliding_window` false. Make the two agree in "
+            "config.json."
         )
     return list(layer_types), window
 

@@ -133,7 +133,7 @@ class Decoding:
         self._keep_states(outputs, kept, is_prefill=False)
         self._append(verified)
         return StepRecord(
-            block_size=self.trace.block_size,
+            block_size=generator.block_size,
             verify_width=width,
             draft_ids=() if draft is None else tuple(draft.token_ids[0].tolist()),
             committed_ids=tuple(verified.token_ids[0].tolist()),
@@ -204,7 +204,9 @@ def extend_inputs(model_kwargs: dict[str, Any], num_new: int) -> dict[str, Any]:
     The model keywords for `num_new` more tokens, in a new dict: mask, positions and token types go on as they ended.
 
     Args:
-        model_kwargs (`dict`): `attention_mask` `(1, length)`, `position_ids` `(..., 1, length)`, token types `(1, length)`.
+        model_kwargs (`dict`):
+            `attention_mask` `(1, length)`, `position_ids` `(..., 1, length)`, token types `(1, length)`.
+        num_new (`int`): How many tokens follow.
     """
     extended = dict(model_kwargs)
     if num_new == 0:

@@ -5,8 +5,8 @@ from transformers import PreTrainedModel
 
 class ExactPreTrainedModel(PreTrainedModel):
     """
-    A `PreTrainedModel` whose checkpoint must hold exactly its own tensors. A missing one would be random and an additional
-    one ignored, and a model that only proposes or advises would go on answering, so nothing later would notice.
+    A `PreTrainedModel` whose checkpoint must hold exactly its own tensors. A missing one would be random and an
+    additional one ignored, and a model that only proposes or advises would go on answering: nothing would notice.
     """
 
     # What to look at when the tensors do not fit; ends the error message.

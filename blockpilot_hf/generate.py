@@ -53,8 +53,8 @@ class BlockPilot:
             Policy, its folder or Hub id. By default the one that the drafter's config names, else none: then every
             prompt uses the drafter's block size. `False`: none in any case.
         draft_sampling (`bool`, *optional*, defaults to `False`):
-            When sampling, draw the drafted tokens instead of taking the drafter's argmax. The output is then distributed
-            as the target's, but the same seed does not give plain `generate`'s text.
+            When sampling, draw the drafted tokens instead of taking the drafter's argmax. The output is then
+            distributed as the target's, but the same seed does not give plain `generate`'s text.
     """
 
     def __init__(self, drafter: Any, policy: Any = None, *, draft_sampling: bool = False, **policy_kwargs: Any):
@@ -87,8 +87,8 @@ class BlockPilot:
             revision, subfolder (`str`, *optional*): Of the drafter.
             policy_revision, policy_subfolder (`str`, *optional*): Of the policy.
             dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`): Of the drafter.
-            kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`, `proxies` for both, and everything else that
-                `from_pretrained` takes (`device_map`, `attn_implementation`, `trust_remote_code`, ...) for the drafter.
+            kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`, `proxies` for both, and everything else
+                that `from_pretrained` takes (`device_map`, `attn_implementation`, ...) for the drafter.
         """
         if isinstance(drafter, str):
             where = {"revision": revision, "subfolder": subfolder} if revision or subfolder else {}
@@ -167,8 +167,8 @@ class BlockPilot:
             time_steps (`bool`, *optional*): Seconds of single steps on a GPU, at the price of a synchronisation each.
 
         Raises:
-            `ValueError`: for what cannot be decoded exactly in blocks, before the first pass; only whether a cache can be
-                cropped is known after the prefill.
+            `ValueError`: for what cannot be decoded exactly in blocks, before the first pass; only whether a cache can
+                be cropped is known after the prefill.
         """
         if block_size is not None:
             check_block_size(block_size)
@@ -239,8 +239,8 @@ def generate(
     for name in ("revision", "repo_type", "subfolder", "code_revision"):  # of the recipe, not of the policy
         where.pop(name, None)
     pilot = BlockPilot(drafter, policy, draft_sampling=draft_sampling, **where)
-    ours = {"block_size": block_size, "on_step": on_step, "time_steps": time_steps}
-    return pilot.generate(model, **{k: v for k, v in ours.items() if v is not None}, **kwargs)
+    kwargs.update(block_size=block_size, on_step=on_step, time_steps=time_steps)
+    return pilot.generate(model, **kwargs)
 
 
 def _decode_row(
@@ -286,7 +286,7 @@ def _decode_row(
 def _reset_user_cache(
     cache: Any, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], config: GenerationConfig
 ) -> None:
-    """A filled cache holds no states for the drafter, so its tokens go through the target again, into the same cache."""
+    """A filled cache holds no states for the drafter: its tokens go through the target again, into the same cache."""
     if cache.get_seq_length() == 0:
         return
     mask = model_kwargs.get("attention_mask")

@@ -10,6 +10,7 @@ from huggingface_hub import constants
 
 # The modules that travel: they import only torch, transformers and each other, one relative level deep.
 RECIPE_MODULES = (
+    "exact_loading",
     "configuration_dflash",
     "modeling_dflash",
     "configuration_blockpilot",
@@ -30,7 +31,7 @@ def custom_generate_dir() -> str:
     """
     A folder to pass as `custom_generate=` with `trust_remote_code=True`, holding the recipe as its Hub repository does.
 
-    It lies in the Hugging Face cache (`HF_HOME`) under the fingerprint of its files, and is assembled at the first call.
+    It lies in the Hugging Face cache (`HF_HOME`) under the fingerprint of its files, assembled at the first call.
     """
     package = Path(__file__).parent
     sources = {f"{name}.py": (package / f"{name}.py").read_bytes() for name in RECIPE_MODULES}

@@ -66,6 +66,6 @@ def policy_of_drafter(drafter: Any, **kwargs: Any) -> Any:
         return load_policy(name, **kwargs)
     except OSError as error:
         raise OSError(
-            f"The drafter's config names the policy '{name}', which cannot be loaded: {error}. Pass `policy=` with a policy "
-            "of your own, or `policy=False` to use the drafter's block size."
+            f"The drafter's config names the policy '{name}', which cannot be loaded: {error}. Pass `policy=` with a "
+            "policy of your own, or `policy=False` to use the drafter's block size."
         ) from error

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from .configuration_blockpilot import BlockPilotConfig
+from .exact_loading import ExactPreTrainedModel
 from .features import policy_features
 
 
@@ -45,7 +45,7 @@ class PolicyChoice:
     reason: str
 
 
-class BlockPilotPolicy(PreTrainedModel):
+class BlockPilotPolicy(ExactPreTrainedModel):
     """
     Head `"choice"` of BlockPilot (https://huggingface.co/papers/2606.31315): two hidden layers with ReLU and dropout,
     the second one residual, and one score per candidate block size. Weights and initialisation follow the paper's
@@ -58,6 +58,10 @@ class BlockPilotPolicy(PreTrainedModel):
     config_class = BlockPilotConfig
     base_model_prefix = "policy"
     main_input_name = "features"
+    _loading_hint = (
+        "Save the policy again with `save_pretrained`, or correct `block_sizes`, `features`, `vocab_size` or "
+        "`hidden_size` in its config.json."
+    )
 
     def __init__(self, config: BlockPilotConfig):
         super().__init__(config)
@@ -75,42 +79,6 @@ class BlockPilotPolicy(PreTrainedModel):
             else:
                 init.kaiming_uniform_(module.weight, nonlinearity="relu")
             init.zeros_(module.bias)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
-        """
-        Load a policy, whole or not at all, from safetensors only. Arguments as in
-        [`~transformers.PreTrainedModel.from_pretrained`].
-
-        Raises:
-            `ValueError`: If the checkpoint lacks a tensor, has one too many, or has one of another shape.
-        """
-        wants_info = kwargs.pop("output_loading_info", False)
-        # Mismatches are let through here to be reported below with the others. A head with a random layer would still
-        # answer, so nothing later would notice.
-        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True, use_safetensors=True)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
-        found = {
-            "missing": sorted(info["missing_keys"]),
-            "not expected": sorted(info["unexpected_keys"]),
-            "of another shape": sorted(
-                f"{name} {tuple(saved)} instead of {tuple(wanted)}" for name, saved, wanted in info["mismatched_keys"]
-            ),
-        }
-        found = {what: names for what, names in found.items() if names}
-        if found:
-            listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items())
-            raise ValueError(
-                f"The weights of policy {str(pretrained_model_name_or_path)!r} do not fit its config: {listed}. "
-                "A policy loads only with exactly its own tensors. Save it again with `save_pretrained`, or correct "
-                "`block_sizes`, `features`, `vocab_size` or `hidden_size` in its config.json."
-            )
-        for parameter in model.parameters():
-            if parameter.device.type == "cpu":
-                # Loaded weights lie in the mapped file at any offset, and CPU kernels sum in another order when memory
-                # is not aligned: without the copy the same weights would score differently before and after saving.
-                parameter.data = parameter.data.clone()
-        return (model, info) if wants_info else model
 
     def forward(self, features: torch.Tensor) -> PolicyOutput:
         """

@@ -122,7 +122,9 @@ class DFlashDraftModel(ExactPreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _loading_hint = "A DFlash drafter has exactly `fc`, `hidden_norm`, `norm` and `layers.*`; its embedding and head are the target's."
+    _loading_hint = (
+        "A DFlash drafter has exactly `fc`, `hidden_norm`, `norm` and `layers.*`: embedding and head are the target's."
+    )
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)

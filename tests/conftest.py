@@ -1,5 +1,6 @@
 """Tiny random targets and drafters for all tests, and the two ways of running them that every test compares."""
 
+import json
 import os
 
 # Before the first import of a Hugging Face library: tests never reach for the network.
@@ -7,10 +8,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -112,6 +115,80 @@ def scripted_pilot(target: Any, sequence: torch.LongTensor, accuracy: float = 1.
     drafter = ScriptedDrafter(target, accuracy=accuracy, block_size=block_size)
     drafter.follow(sequence)
     return BlockPilot(drafter)
+
+
+def zlab_config(drafter: DFlashDraftModel, **overrides: Any) -> dict[str, Any]:
+    """The `config.json` of `drafter` as z-lab publishes it: a qwen3 model with a `dflash_config`. `None` drops a key."""
+    config = drafter.config
+    kept = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "is_causal", "layer_types")
+    kept += ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
+    kept += ("num_target_layers", "block_size", "rms_norm_eps", "sliding_window", "vocab_size", "final_logit_softcapping")
+    fields = {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "tie_word_embeddings": False,
+        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids},
+        "rope_parameters": dict(config.rope_parameters),
+        "use_sliding_window": "sliding_attention" in config.layer_types,
+        "max_window_layers": config.num_hidden_layers,
+        **{key: getattr(config, key) for key in kept},
+        **overrides,
+    }
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def save_zlab(drafter: DFlashDraftModel, folder: Path, *, num_shards: int = 1, **overrides: Any) -> Path:
+    """Write `drafter` the way z-lab publishes one; `overrides` are those of [`zlab_config`]."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(zlab_config(drafter, **overrides)))
+    tensors = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
+    if num_shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    weight_map = {}
+    for i in range(num_shards):
+        name = f"model-{i + 1:05}-of-{num_shards:05}.safetensors"
+        part = {key: tensors[key] for key in sorted(tensors)[i::num_shards]}
+        save_file(part, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, name))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def fit_drafter(target: Any, drafter: DFlashDraftModel, sequence: torch.LongTensor, *, steps: int = 60) -> None:
+    """
+    Train a tiny drafter on one text `(1, length)`, badly enough to be right sometimes. A random one hardly ever is, and
+    two loops that both accept nothing agree about little.
+    """
+    size, num_anchors = drafter.config.block_size, 12
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        states = target(sequence, output_hidden_states=True).hidden_states
+        context = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
+        table, head = target.get_input_embeddings().weight, target.get_output_embeddings()
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
+    longest = sequence.shape[1] - size
+    for _ in range(steps):
+        anchors = torch.randint(1, longest + 1, (num_anchors,), generator=generator)
+        # Rows of different context length, padded on the left; row r ends where its anchor stands.
+        positions = anchors[:, None] + torch.arange(-longest, size)
+        is_real = (positions >= 0).long()
+        tokens = sequence[0][positions[:, longest:]]
+        noise = torch.cat([tokens[:, :1], torch.full_like(tokens[:, 1:], drafter.config.mask_token_id)], dim=-1)
+        states = drafter(
+            noise_embeds=table[noise],
+            context_hidden_states=context[0][positions[:, :longest].clamp_min(0)],
+            position_ids=positions.clamp_min(0),
+            attention_mask=is_real,
+        ).last_hidden_state[:, 1:]
+        loss = torch.nn.functional.cross_entropy(head(states).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    drafter.zero_grad()
 
 
 @pytest.fixture(scope="session")

@@ -515,6 +515,7 @@ def test_nothing_is_tied_and_the_file_holds_exactly_the_weights(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "config.json",
         "configuration_blockpilot.py",
+        "exact_loading.py",
         "features.py",
         "model.safetensors",
         "modeling_blockpilot.py",
