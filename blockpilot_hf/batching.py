@@ -3,18 +3,35 @@
 Rows are decoded one after the other for now, because they accept different numbers of tokens.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PrefixConstrainedLogitsProcessor, StoppingCriteriaList
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    GenerationConfig,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+)
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.utils import logging
 
 from .trace import DecodeTrace
 
 logger = logging.get_logger(__name__)
+
+_HOLD_ROWS = (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+)
 
 
 @dataclass
@@ -55,7 +72,9 @@ def split_rows(
         # One cache for all rows, emptied in between: only one row's states are held at a time.
         model_kwargs["cache"].reset()
         of_row = {key: _row_of(key, value, index, num_rows) for key, value in model_kwargs.items()}
-        processors = LogitsProcessorList(_processor_of_row(processor, index) for processor in logits_processor)
+        processors = LogitsProcessorList(
+            _processor_of_row(processor, index, num_rows) for processor in logits_processor
+        )
         yield RowInputs(index, input_ids[index : index + 1], of_row, processors, stopping_criteria)
 
 
@@ -76,12 +95,28 @@ def _row_of(key: str, value: Any, index: int, num_rows: int) -> Any:
     return value.narrow(batch_dim, index, 1) if value.shape[batch_dim] == num_rows else value
 
 
-def _processor_of_row(processor: Any, index: int) -> Any:
-    """The one processor of transformers that asks for the row's number must be told the row's own."""
-    if not isinstance(processor, PrefixConstrainedLogitsProcessor):
+def _processor_of_row(processor: Any, index: int, num_rows: int) -> Any:
+    """
+    The processors of transformers that hold something for every row of the batch get the row's own, and those that keep
+    a state start anew with each row. What the user passed stays the one object that it is.
+    """
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(index, ids), num_beams=1)
+    if not isinstance(processor, _HOLD_ROWS):
         return processor
-    allowed = processor._prefix_allowed_tokens_fn
-    return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(index, ids), num_beams=1)
+    processor = copy.copy(processor)
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        if isinstance(processor.prompt_ignore_length, torch.Tensor):
+            processor.prompt_ignore_length = processor.prompt_ignore_length[index : index + 1]
+    elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
+        # These two know the prompts, of which `num_return_sequences` rows share one.
+        prompt = index * processor.encoder_input_ids.shape[0] // num_rows
+        processor.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
+    elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+        prompt = index * processor.batch_size // num_rows
+        processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[prompt : prompt + 1], 1
+    return processor
 
 
 def collect(decodings: Sequence[Any], generation_config: GenerationConfig) -> "torch.LongTensor | BlockPilotOutput":

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
@@ -30,7 +31,8 @@ Target = Annotated[
 Drafter = Annotated[
     str,
     typer.Option(
-        help="Drafter: folder, Hub id, 'untrained' (random weights) or 'scripted[:SHARE]' (right that often)."
+        help="Drafter: folder, Hub id, 'untrained' (random weights) or 'scripted[:SHARE]': decodes plainly first and "
+        "proposes that text, right in this share of the tokens."
     ),
 ]
 Policy = Annotated[str | None, typer.Option(help="Policy: folder or Hub id. Default: the one that the drafter names.")]
@@ -51,7 +53,7 @@ def generate(
     target: Target = None,
     drafter: Drafter = "untrained",
     policy: Policy = None,
-    block_size: Annotated[int | None, typer.Option(help="Fix the block size; 1 is plain decoding.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Fix the block size; 1 is plain decoding.")] = None,
     max_new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -60,36 +62,41 @@ def generate(
 ) -> None:
     """Answer PROMPT, streamed, and say which block size was used and how many drafted tokens were accepted."""
     text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise ValueError("The prompt is empty. Pass some text, or '-' with text on standard input.")
     model, tokenizer = _load_target(target, dtype)
     pilot = BlockPilot(_load_drafter(drafter, model), policy)
     input_ids = encode_prompt(tokenizer, text).to(model.device)
     settings = {**_sampling(temperature), "max_new_tokens": max_new_tokens}
+    ours: dict[str, Any] = {**settings, "return_dict_in_generate": True}
+    if block_size is not None:
+        ours["block_size"] = block_size
 
+    follow = getattr(pilot.drafter, "follow", None)  # a scripted drafter knows the answer beforehand
+    if follow is not None:
+        torch.manual_seed(seed)
+        follow(type(model).generate(model, input_ids=input_ids, **settings))
     torch.manual_seed(seed)
     output = pilot.generate(
         model,
         input_ids=input_ids,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        return_dict_in_generate=True,
-        **settings,
-        **({} if block_size is None else {"block_size": block_size}),
+        **ours,
     )
     trace = output.blockpilot
     seconds = trace.prefill_s + trace.policy_s + trace.decode_s
-    say = Console(highlight=False).print
-    say(f"\nblock size {trace.block_size} ({trace.reason})")
-    say(
-        f"{trace.num_new_tokens} tokens in {len(trace.steps)} steps, {trace.acceptance_length:.2f} per step, "
-        f"{trace.num_new_tokens / seconds:.1f} tokens/s"
+    print(f"\nblock size {trace.block_size} ({trace.reason})")
+    print(
+        f"{trace.num_new_tokens} tokens: 1 from the prefill, {trace.num_new_tokens - 1} in {len(trace.steps)} steps "
+        f"({trace.acceptance_length:.2f} per step), {trace.num_new_tokens / seconds:.1f} tokens/s"
     )
     if compare:
-        result = compare_prompt(model, pilot, input_ids, [block_size], seed=seed, **settings)[0]
-        say(
-            f"plain decoding {result.num_new_tokens / result.plain_s:.1f} tokens/s, ratio {result.plain_s / result.ours_s:.2f}"
-        )
-        say(_verdict(result))
+        result = compare_prompt(model, pilot, input_ids, [block_size], seed=seed, on_plain=follow, **settings)[0]
+        plain_speed = result.num_new_tokens / result.plain_s
+        print(f"plain generate: {plain_speed:.1f} tokens/s, this took {result.ours_s / result.plain_s:.2f} of its time")
+        print(f"compared: {_verdict(result)}")
     if drafter == "untrained":
-        say("The drafter is untrained: its tokens are seldom accepted, and drafting only costs time.")
+        print("The drafter is untrained: its tokens are seldom accepted, and drafting only costs time.")
 
 
 @app.command()
@@ -111,10 +118,18 @@ def verify(
     ] = None,
 ) -> None:
     """Compare with plain generate, prompt by prompt. Ends with status 1 if rounding does not explain a difference."""
-    sizes = [None if size == "policy" else _block_size(size) for size in block_sizes.split(",")]
+    sizes = list(dict.fromkeys(_block_size(size.strip()) for size in block_sizes.split(",")))
     chosen = read_prompts(prompts, limit)
     settings = {**_sampling(temperature), "max_new_tokens": max_new_tokens}
-    run = {"target": target, "drafter": drafter, "policy": policy, "dtype": dtype, "seed": seed, **settings}
+    run = {
+        "prompts": prompts.name,
+        "target": target,
+        "drafter": drafter,
+        "policy": policy,
+        "dtype": dtype,
+        "seed": seed,
+        **settings,
+    }
     known = _read_results(output, run) if output else {}
     pending = [prompt for prompt in chosen if any((prompt.id, size) not in known for size in sizes)]
     if pending:
@@ -132,23 +147,16 @@ def verify(
                     )
     results = [known[prompt.id, size] for prompt in chosen for size in sizes]
     _print_results(chosen, sizes, known)
-    unexplained = sum(not result.explained for result in results)
-    raise typer.Exit(1 if unexplained else 0)
+    raise typer.Exit(0 if all(result.explained for result in results) else 1)
 
 
 def _print_results(
     prompts: list[Prompt], sizes: list[int | None], known: dict[tuple[str, int | None], Comparison]
 ) -> None:
-    console = Console(highlight=False)
-    table = Table(
-        "block size",
-        "identical / total",
-        "explained",
-        "unexplained",
-        "largest gap",
-        "tau",
-        title="against plain generate",
-    )
+    console = Console(highlight=False, markup=False)
+    table = Table("block size", title="against plain generate")
+    for name in ("identical / total", "explained", "unexplained", "largest gap", "tau"):
+        table.add_column(name, justify="right")
     for size in sizes:
         results = [known[prompt.id, size] for prompt in prompts]
         different = [r for r in results if r.first_difference is not None]
@@ -166,10 +174,12 @@ def _print_results(
         for size in sizes:
             result = known[prompt.id, size]
             if result.first_difference is not None:
-                console.print(f"{prompt.id}, block size {'policy' if size is None else size}: {_verdict(result)}")
+                named = "policy" if size is None else size
+                console.print(f"{prompt.id}, block size {named}: {_verdict(result)}", soft_wrap=True)
     results = [known[prompt.id, size] for prompt in prompts for size in sizes]
     identical = sum(r.first_difference is None for r in results)
-    console.print(f"identical {identical} / {len(results)}, unexplained {sum(not r.explained for r in results)}")
+    unexplained = sum(not r.explained for r in results)
+    console.print(f"identical {identical} / {len(results)}, unexplained {unexplained}", soft_wrap=True)
 
 
 def _verdict(result: Comparison) -> str:
@@ -187,7 +197,10 @@ def _load_target(target: str | None, dtype: str) -> tuple[Any, Any]:
         raise ValueError(f"`--dtype` must be one of {list(_DTYPES)}, got {dtype!r}.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if target is None:
-        return load_embedded_target(dtype=_DTYPES[dtype], device=device)
+        try:
+            return load_embedded_target(dtype=_DTYPES[dtype], device=device)
+        except RuntimeError as error:  # says what to do, so it is the user's to read
+            raise OSError(str(error)) from error
     model = AutoModelForCausalLM.from_pretrained(target, dtype=_DTYPES[dtype]).to(device).eval()
     return model, AutoTokenizer.from_pretrained(target)
 
@@ -197,7 +210,10 @@ def _load_drafter(name: str, target: Any) -> Any:
         return untrained_drafter(target)
     if name.partition(":")[0] == "scripted":
         share = name.partition(":")[2]
-        return ScriptedDrafter(target, accuracy=float(share) if share else 2 / 3)
+        try:
+            return ScriptedDrafter(target, accuracy=float(share) if share else 2 / 3)
+        except ValueError:
+            raise ValueError(f"'scripted:SHARE' takes a share between 0 and 1, got {share!r}.") from None
     return load_drafter(name, dtype=target.dtype).to(target.device)
 
 
@@ -210,22 +226,30 @@ def _sampling(temperature: float) -> dict[str, Any]:
     )
 
 
-def _block_size(text: str) -> int:
-    if not text.strip().isdigit() or int(text) < 1:
+def _block_size(text: str) -> int | None:
+    """`None` lets the policy choose."""
+    if text == "policy":
+        return None
+    if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"`--block-sizes` takes integers >= 1 and 'policy', separated by commas, got {text!r}.")
     return int(text)
 
 
 def _progress(prompts: list[Prompt]) -> Any:
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         yield from progress.track(prompts)
 
 
 def _append_line(path: Path, entry: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":  # a line cut off by a kill stays a line of its own
+                file.write(b"\n")
+        file.write((json.dumps(entry) + "\n").encode())
 
 
 def _read_results(path: Path, run: dict[str, Any]) -> dict[tuple[str, int | None], Comparison]:
@@ -237,10 +261,10 @@ def _read_results(path: Path, run: dict[str, Any]) -> dict[tuple[str, int | None
             entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if entry.get("run") != run:
-            raise ValueError(
-                f"{path} holds results of other settings: {entry.get('run')}. Name another file with `--output`."
-            )
+        found = entry.get("run") if isinstance(entry, dict) else None
+        if found != run:
+            other = {k: found.get(k) for k in run if found.get(k) != run[k]} if isinstance(found, dict) else found
+            raise ValueError(f"{path} holds results of other settings ({other}). Name another file with `--output`.")
         known[entry["prompt"], entry["block_size"]] = Comparison(**{k: v for k, v in entry.items() if k in names})
     return known
 
@@ -251,11 +275,9 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, OSError) as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        message = Text.assemble(("error:", "bold red"), " ", " ".join(str(error).split()))
+        Console(stderr=True, highlight=False).print(message, soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("stopped")
-        sys.exit(130)
 
 
 if __name__ == "__main__":

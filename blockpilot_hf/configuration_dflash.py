@@ -218,7 +218,9 @@ def _own_form(config_dict: dict[str, Any], source: str) -> dict[str, Any]:
         if value(key) is None:
             raise ValueError(f"{source} lacks `dflash_config.{key}`. It cannot be guessed: add it to config.json.")
         own[key] = value(key)
-    own["target_layer_ids"] = value("target_layer_ids")  # None: DFlash's own rule, from `num_target_layers`
+    own["target_layer_ids"] = value("target_layer_ids") or default_target_layer_ids(
+        own["num_target_layers"], own["num_hidden_layers"]
+    )
     for key in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
         if value(key) is not None:
             own[key] = float(value(key))

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.utils import logging
 
 from .candidate_generator import BlockPilotCandidateGenerator
-from .checks import check_croppable
+from .checks import check_croppable, check_user_cache
 from .trace import DecodeTrace, StepRecord
 from .verification import Verified, verify_block
+
+logger = logging.get_logger(__name__)
 
 
 class Decoding:
@@ -182,7 +185,11 @@ class Decoding:
             if is_prefill:
                 self.attentions += (outputs.attentions,)
             else:
-                self.attentions += tuple(tuple(_query_row(a, j) for a in outputs.attentions) for j in range(kept))
+                layers = self.cache.layers
+                self.attentions += tuple(
+                    tuple(_query_row(a, j, layer) for a, layer in zip(outputs.attentions, layers, strict=True))
+                    for j in range(kept)
+                )
 
     def _now(self) -> float:
         if self._times_steps and self._synchronises:
@@ -197,6 +204,18 @@ def commit(cache: Any, kept: int, width: int) -> None:
     Also called when all are kept: cropping by 0 is what shrinks sliding layers back to their window.
     """
     cache.crop(kept - width)
+
+
+def reset_user_cache(input_ids: torch.LongTensor, model_kwargs: dict[str, Any], config: GenerationConfig) -> None:
+    """A filled cache holds no states for the drafter: its tokens go through the target again, into the same cache."""
+    cache, mask = model_kwargs["cache"], model_kwargs.get("attention_mask")
+    if cache.get_seq_length() == 0:
+        return
+    # `generate` drops a mask of ones and notes its length.
+    mask_length = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
+    check_user_cache(cache, input_ids.shape[1], mask_length)
+    logger.warning_once("The tokens in the passed cache are computed again: the drafter needs their hidden states.")
+    cache.reset()
 
 
 def extend_inputs(model_kwargs: dict[str, Any], num_new: int) -> dict[str, Any]:
@@ -226,7 +245,13 @@ def extend_inputs(model_kwargs: dict[str, Any], num_new: int) -> dict[str, Any]:
     return extended
 
 
-def _query_row(attention: torch.Tensor, j: int) -> torch.Tensor:
-    """Attention of block position `j` `(1, heads, 1, keys)`, without the columns of the positions drafted after it."""
-    later = attention.shape[2] - 1 - j
-    return attention[:, :, j : j + 1, : attention.shape[3] - later]
+def _query_row(attention: torch.Tensor, j: int, layer: Any) -> torch.Tensor:
+    """
+    Attention of block position `j` `(1, heads, 1, keys)` over the keys that a pass of it alone would have had: none of
+    later positions, in sliding layers none from before its window, in static layers all that were allocated.
+    """
+    row, width = attention[:, :, j : j + 1], attention.shape[2]
+    if width == 1 or layer.is_compileable:
+        return row
+    row = row[..., : attention.shape[3] - (width - 1 - j)]
+    return row[..., -layer.sliding_window :] if layer.is_sliding else row

@@ -7,26 +7,19 @@
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-from transformers.utils import logging
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
 from .batching import RowInputs, collect, split_rows
 from .candidate_generator import BlockPilotCandidateGenerator
-from .checks import check_block_size, check_call, check_drafter, check_user_cache
-from .decoding import Decoding
+from .checks import check_block_size, check_call, check_drafter
+from .decoding import Decoding, reset_user_cache
 from .loading import load_drafter, load_policy, policy_of_drafter
 from .trace import StepRecord
-
-logger = logging.get_logger(__name__)
 
 # Meant for finding the recipe, but transformers also hands them to the function it found.
 _RECIPE_KEYWORDS = (
@@ -62,7 +55,7 @@ class BlockPilot:
         self.drafter = drafter
         self.draft_sampling = draft_sampling
         self._policy_kwargs = policy_kwargs
-        self.policy = load_policy(policy, **policy_kwargs) if isinstance(policy, str) else policy
+        self.policy = load_policy(policy, **policy_kwargs) if isinstance(policy, str | os.PathLike) else policy
 
     @classmethod
     def from_pretrained(
@@ -90,7 +83,7 @@ class BlockPilot:
             kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`, `proxies` for both, and everything else
                 that `from_pretrained` takes (`device_map`, `attn_implementation`, ...) for the drafter.
         """
-        if isinstance(drafter, str):
+        if isinstance(drafter, str | os.PathLike):
             where = {"revision": revision, "subfolder": subfolder} if revision or subfolder else {}
             drafter = load_drafter(drafter, dtype=dtype, **where, **kwargs)
         shared = {k: v for k, v in kwargs.items() if k in _RECIPE_KEYWORDS}
@@ -175,7 +168,7 @@ class BlockPilot:
         check_call(model, generation_config, model_kwargs, input_ids.shape[0])
         if streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"A streamer takes one row at a time, got {input_ids.shape[0]} rows.")
-        _reset_user_cache(model_kwargs["cache"], input_ids, model_kwargs, generation_config)
+        reset_user_cache(input_ids, model_kwargs, generation_config)
         policy = False if block_size is not None else self._resolve_policy(policy)
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -197,40 +190,32 @@ class BlockPilot:
 
     def _resolve_policy(self, policy: Any) -> Any:
         """The policy of a call: given with it, given to the pilot, named by the drafter; `None` or `False` for none."""
-        if isinstance(policy, str):
+        if isinstance(policy, str | os.PathLike):
             return load_policy(policy, **self._policy_kwargs)
         if policy is None:
             policy = self.policy
         return policy_of_drafter(self.drafter, **self._policy_kwargs) if policy is None else policy
 
 
-def generate(
-    model: Any,
-    *,
-    policy: Any = None,
-    block_size: int | None = None,
-    on_step: Callable[[StepRecord], None] | None = None,
-    draft_sampling: bool = False,
-    time_steps: bool | None = None,
-    **kwargs: Any,
-) -> Any:
+def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     """
     The recipe behind `custom_generate="<folder or repo>"`: binds drafter and policy to a pilot and generates with it.
 
+    A target whose own folder holds the recipe has `model.generate` replaced by this function. There a call without a
+    drafter, or with another `custom_generate`, is the class's own `generate`.
+
     Args:
+        args: As `generate` takes them; the prompt may come first.
         model (`PreTrainedModel`): The target.
-        assistant_model (`PreTrainedModel`): The drafter.
-        policy, block_size, on_step, draft_sampling, time_steps: See [`BlockPilot`].
-        kwargs: Everything else that `generate` takes.
+        kwargs: `assistant_model` (the drafter), `policy` and `draft_sampling` as in [`BlockPilot`], and everything that
+            [`BlockPilot.generate`] takes.
 
     Raises:
         `ValueError`: if no drafter is given.
     """
-    where = {key: kwargs.pop(key) for key in _RECIPE_KEYWORDS if key in kwargs}
-    kwargs.pop("trust_remote_code", None)
     if kwargs.get("custom_generate") is not None or "assistant_model" not in kwargs:
-        # Only a target whose own repository carries this recipe gets here: its `generate` is this function.
-        return type(model).generate(model, **kwargs)
+        return type(model).generate(model, *args, **kwargs)
+    where = {key: kwargs.pop(key) for key in _RECIPE_KEYWORDS if key in kwargs}
     drafter = kwargs.pop("assistant_model")
     if drafter is None:
         raise ValueError(
@@ -238,9 +223,8 @@ def generate(
         )
     for name in ("revision", "repo_type", "subfolder", "code_revision"):  # of the recipe, not of the policy
         where.pop(name, None)
-    pilot = BlockPilot(drafter, policy, draft_sampling=draft_sampling, **where)
-    kwargs.update(block_size=block_size, on_step=on_step, time_steps=time_steps)
-    return pilot.generate(model, **kwargs)
+    policy, draft_sampling = kwargs.pop("policy", None), kwargs.pop("draft_sampling", False)
+    return BlockPilot(drafter, policy, draft_sampling=draft_sampling, **where).generate(model, *args, **kwargs)
 
 
 def _decode_row(
@@ -281,20 +265,6 @@ def _decode_row(
             if hasattr(layer, "record_past"):
                 layer.record_past = False
     return decoding
-
-
-def _reset_user_cache(
-    cache: Any, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], config: GenerationConfig
-) -> None:
-    """A filled cache holds no states for the drafter: its tokens go through the target again, into the same cache."""
-    if cache.get_seq_length() == 0:
-        return
-    mask = model_kwargs.get("attention_mask")
-    check_user_cache(
-        cache, input_ids.shape[1], getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
-    )
-    logger.warning_once("The tokens in the passed cache are computed again: the drafter needs their hidden states.")
-    cache.reset()
 
 
 def _take_stop_strings(

@@ -36,7 +36,8 @@ def custom_generate_dir() -> str:
     package = Path(__file__).parent
     sources = {f"{name}.py": (package / f"{name}.py").read_bytes() for name in RECIPE_MODULES}
     fingerprint = hashlib.sha256(b"\0".join(name.encode() + b"\0" + text for name, text in sources.items())).hexdigest()
-    folder = Path(os.environ.get("HF_HOME", constants.HF_HOME)) / "blockpilot" / f"custom_generate-{fingerprint[:16]}"
+    home = Path(os.environ.get("HF_HOME", constants.HF_HOME)).expanduser()
+    folder = home / "blockpilot" / f"custom_generate-{fingerprint[:16]}"
     if folder.is_dir():
         return str(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

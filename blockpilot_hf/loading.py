@@ -1,6 +1,8 @@
 """Drafters and policies from a folder or the Hub, by the classes of this package where they are responsible."""
 
 import functools
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from .modeling_dflash import DFlashDraftModel
 logger = logging.get_logger(__name__)
 
 
-def load_drafter(name_or_path: str, **kwargs: Any) -> Any:
+def load_drafter(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:
     """
     A drafter from a folder or Hub id. Published DFlash checkpoints and this package's own form load without running
     remote code; any other type goes through `AutoModel`, which asks for `trust_remote_code` where it is needed.
@@ -34,16 +36,17 @@ def load_drafter(name_or_path: str, **kwargs: Any) -> Any:
     return drafter.eval()
 
 
-def load_policy(name_or_path: str, **kwargs: Any) -> Any:
+def load_policy(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:
     """A policy from a folder or Hub id; loaded once per process as long as the folder's files stay the same."""
-    folder = Path(name_or_path)
+    folder = Path(name_or_path, kwargs.get("subfolder") or "")
     stamp = tuple(sorted((f.name, f.stat().st_mtime_ns) for f in folder.iterdir())) if folder.is_dir() else None
-    return _load_policy(name_or_path, stamp, tuple(sorted(kwargs.items())))
+    # As text, because `proxies` is a dict, which cannot be part of a key.
+    return _load_policy(str(name_or_path), stamp, json.dumps(kwargs, sort_keys=True, default=str))
 
 
 @functools.lru_cache(maxsize=8)
-def _load_policy(name_or_path: str, stamp: Any, kwargs: tuple[tuple[str, Any], ...]) -> Any:
-    return BlockPilotPolicy.from_pretrained(name_or_path, **dict(kwargs)).eval()
+def _load_policy(name_or_path: str, stamp: Any, kwargs: str) -> Any:
+    return BlockPilotPolicy.from_pretrained(name_or_path, **json.loads(kwargs)).eval()
 
 
 def policy_of_drafter(drafter: Any, **kwargs: Any) -> Any:
@@ -57,7 +60,7 @@ def policy_of_drafter(drafter: Any, **kwargs: Any) -> Any:
     if not name:
         return None
     beside = Path(getattr(drafter.config, "_name_or_path", None) or "") / name
-    if not Path(name).is_dir() and beside.is_dir():
+    if beside.is_dir():  # before a folder of that name in the working directory
         name = str(beside)
     revision = getattr(drafter.config, "policy_revision", None)
     if revision is not None and not Path(name).is_dir():

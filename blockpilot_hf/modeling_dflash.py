@@ -45,6 +45,18 @@ def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return states * cos + rotate_half(states) * sin
 
 
+class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Frequencies stay float32 when the model is cast, as in a loaded one: rounded, they turn far positions astray."""
+
+    def _apply(self, fn, recurse=True):
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if self._buffers[name].dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(self._buffers[name].device)
+        return self
+
+
 class DFlashAttention(nn.Module):
     """Queries from the block; keys and values from the context and the block. Context ones stay in the cache."""
 
@@ -133,7 +145,7 @@ class DFlashDraftModel(ExactPreTrainedModel):
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.rotary_emb = DFlashRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -227,7 +239,7 @@ class DFlashDraftModel(ExactPreTrainedModel):
             q_offset=cached + context_length,
             kv_offset=kv_offset,
             mask_function=visible,
-            attention_mask=attention_mask,
+            attention_mask=None if attention_mask is None else attention_mask.bool(),
             allow_is_causal_skip=False,
             allow_is_bidirectional_skip=not is_causal and window is None,
             dtype=noise_embeds.dtype,

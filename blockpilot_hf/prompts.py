@@ -1,6 +1,7 @@
 """Prompts from files and strings to input ids. Knows chat templates, not models."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,20 @@ class Prompt:
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """
-    Prompts of a file: `.jsonl` with `turns` (a list) or `prompt` (a string), and optionally `id` and `category`; any other
-    file is one prompt per non-empty line.
+    Prompts of a file: `.jsonl` with `turns` (a list) or `prompt` (a string), and optionally `id` and `category`; any
+    other file is one prompt per non-empty line.
 
     Args:
         path (`str` or `Path`): The file.
         limit (`int`, *optional*): That many prompts, spread evenly over the file, so that every part of it occurs.
 
     Raises:
-        `ValueError`: with the line number, for a line without a prompt, and for a file without any.
+        `ValueError`: for a line without a prompt, with its number; for two prompts of one id; for a file without any.
     """
     path = Path(path)
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    prompts: list[Prompt] = []
+    # Not `splitlines`: it also splits at characters that JSON strings may hold, such as U+2028.
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
             prompts.append(
                 _parse(line, f"{path}:{number}", number) if path.suffix == ".jsonl" else _plain(line, number)
@@ -39,6 +41,11 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     if not prompts:
         raise ValueError(
             f"{path} holds no prompt. Expected JSON lines with `turns` or `prompt`, or one prompt per line."
+        )
+    repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"{path} has several prompts with the id {repeated[0]!r}. Results are kept by id: rename them."
         )
     if limit is not None and limit < len(prompts):
         prompts = [prompts[i * len(prompts) // limit] for i in range(limit)]

@@ -1,11 +1,17 @@
 """Tiny random targets and drafters for all tests, and the two ways of running them that every test compares."""
 
+import atexit
 import json
 import os
+import shutil
+import tempfile
 
 # Before the first import of a Hugging Face library: tests never reach for the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Copies of remote code: fresh ones, for this process alone, and nothing of them stays in the user's cache.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="blockpilot-modules-")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +31,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from blockpilot_hf import BlockPilot, DFlashConfig, DFlashDraftModel
+from blockpilot_hf import (
+    BlockPilot,
+    BlockPilotConfig,
+    BlockPilotPolicy,
+    DFlashConfig,
+    DFlashDraftModel,
+    custom_generate_dir,
+)
+from blockpilot_hf.features import policy_features
 from blockpilot_hf.parity import ScriptedDrafter
 
 SIZES = {
@@ -118,11 +132,18 @@ def scripted_pilot(target: Any, sequence: torch.LongTensor, accuracy: float = 1.
 
 
 def zlab_config(drafter: DFlashDraftModel, **overrides: Any) -> dict[str, Any]:
-    """The `config.json` of `drafter` as z-lab publishes it: a qwen3 model with a `dflash_config`. `None` drops a key."""
+    """The `config.json` of `drafter` as z-lab publishes one: qwen3 with a `dflash_config`. `None` drops a key."""
     config = drafter.config
     kept = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "is_causal", "layer_types")
     kept += ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
-    kept += ("num_target_layers", "block_size", "rms_norm_eps", "sliding_window", "vocab_size", "final_logit_softcapping")
+    kept += (
+        "num_target_layers",
+        "block_size",
+        "rms_norm_eps",
+        "sliding_window",
+        "vocab_size",
+        "final_logit_softcapping",
+    )
     fields = {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -199,3 +220,64 @@ def target():
 @pytest.fixture(scope="session")
 def drafter(target):
     return make_drafter(target)
+
+
+def constant_policy(block_size: int) -> BlockPilotPolicy:
+    """A policy with one candidate."""
+    return BlockPilotPolicy(BlockPilotConfig(block_sizes=[block_size], hidden_size=1)).eval()
+
+
+def sorting_policy(
+    target: Any, small: torch.LongTensor, large: torch.LongTensor, *, features: str = "compact"
+) -> BlockPilotPolicy:
+    """A policy by hand that answers 4 for the prompt `small` and 8 for `large`: a threshold on one feature."""
+    with torch.no_grad():
+        values = [policy_features(target(ids).logits[:, -1], kind=features)[0] for ids in (small, large)]
+    index = int((values[0] - values[1]).abs().argmax())
+    middle, sign = (values[0] + values[1])[index] / 2, (values[0] - values[1])[index].sign()
+    policy = BlockPilotPolicy(
+        BlockPilotConfig(
+            block_sizes=[4, 8], hidden_size=2, features=features, vocab_size=target.get_output_embeddings().out_features
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.zero_()
+        for unit, direction in enumerate((sign, -sign)):
+            policy.layers[0].weight[unit, index], policy.layers[0].bias[unit] = direction, -direction * middle
+        policy.fc_out.weight.copy_(torch.eye(2))
+    return policy
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory):
+    """The folder to pass as `custom_generate=`, outside the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("home")))
+        return custom_generate_dir()
+
+
+def both_generate(
+    target: Any,
+    input_ids: torch.LongTensor,
+    *,
+    pilot: BlockPilot | None = None,
+    accuracy: float = 0.5,
+    block_size: int = 8,
+    script: torch.LongTensor | None = None,
+    fresh: Callable[[], dict[str, Any]] = dict,
+    ours: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """
+    The same call plain and with a pilot. By default the drafter follows plain's own answer, or `script`, which is
+    without padding. `fresh` builds arguments that keep a state, one set per call; `ours` is for the second call only.
+    """
+    plain = plain_generate(target, input_ids, **fresh(), **kwargs)
+    if pilot is None:
+        followed = plain if isinstance(plain, torch.Tensor) else plain.sequences
+        if script is None and kwargs.get("attention_mask") is not None:
+            answer = followed[0, input_ids.shape[1] :]
+            followed = torch.cat([input_ids[0][kwargs["attention_mask"][0].bool()], answer])[None]
+        pilot = scripted_pilot(target, followed[:1] if script is None else script, accuracy, block_size)
+    return plain, pilot_generate(pilot, target, input_ids, **fresh(), **kwargs, **(ours or {}))
