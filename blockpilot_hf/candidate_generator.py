@@ -69,6 +69,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         self._pending: list[torch.Tensor] = []  # context that the drafter has not seen, (1, n, hidden * taps) each
         self._num_cached = 0
         self._num_context = 0  # tokens whose states are known: the position of the anchor
+        self._offset = 0  # of the target's position of the anchor from that number
         self._head_dtype: torch.dtype | None = None
         if block_size is not None:
             self._warn_if_above_training()
@@ -132,6 +133,10 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         self._pending.append(context)
         self._num_context += context.shape[1]
 
+    def locate_anchor(self, position: int) -> None:
+        """Say at which position the target counts the anchor: users may give positions of their own."""
+        self._offset = position - self._num_context
+
     def verify_width(self, remaining: int) -> tuple[int, str]:
         """
         Positions to verify in the next step, and why they are fewer than the block size.
@@ -148,6 +153,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         width, reason = self.block_size, ""
         if remaining < width:
             width, reason = max(1, remaining), "end of the token budget"
+        anchor += self._offset
         for boundary, is_hard in self._limits:
             if anchor < boundary < anchor + width:
                 width, reason = boundary - anchor, "the target's position limit"
@@ -279,9 +285,10 @@ def _position_limits(target: Any) -> list[tuple[int, bool]]:
     """
     config = target.config.get_text_config(decoder=True)
     limits = []
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings"):
-        limits.append((rope["original_max_position_embeddings"], False))
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):  # some have settings for each type of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            limits.append((rope["original_max_position_embeddings"], False))
     if getattr(config, "max_position_embeddings", None):
         limits.append((config.max_position_embeddings, True))
     return limits

@@ -165,7 +165,7 @@ def _check_vocabulary(ours: Any, num_rows: int) -> None:
 
 
 def _check_mask_row(target: Any, mask_token_id: int) -> None:
-    weight = getattr(target.get_input_embeddings(), "weight", None)
+    weight: Any = getattr(target.get_input_embeddings(), "weight", None)
     # Quantised tables are classes of their own, whose rows need not be readable.
     if type(weight) is nn.Parameter and not weight.is_meta and not weight[mask_token_id].any():
         logger.warning_once(

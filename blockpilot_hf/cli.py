@@ -155,7 +155,7 @@ def _print_results(
 ) -> None:
     console = Console(highlight=False, markup=False)
     table = Table("block size", title="against plain generate")
-    for name in ("identical / total", "explained", "unexplained", "largest gap", "tau"):
+    for name in ("identical", "explained", "unexplained", "largest gap", "tau"):
         table.add_column(name, justify="right")
     for size in sizes:
         results = [known[prompt.id, size] for prompt in prompts]

@@ -93,6 +93,9 @@ class Decoding:
         self.trace.policy_s = time.perf_counter() - prefilled
         mask = self._model_kwargs.get("attention_mask")
         self.generator.observe(outputs.hidden_states, self.input_ids.shape[1] if mask is None else mask[0].bool())
+        positions = self._model_kwargs.get("position_ids")
+        if positions is not None:
+            self.generator.locate_anchor(int(positions[..., -1].max()) + 1)
         if self.generator.needs_context:
             # Only now: while recording, sliding layers would keep every state of a long prompt.
             self.cache.activate_past_recording()

@@ -1,7 +1,7 @@
-"""Is the output plain `generate`'s own? Compares them prompt by prompt, and explains every difference or says it cannot.
+"""Is the output plain `generate`'s own? Compares prompt by prompt, and explains every difference or says it cannot.
 
-A wider pass computes the same numbers in another order. In float32 that changes nothing that is emitted; in bfloat16 it can
-turn a near-tie. A difference counts as explained only if that is measurably what happened.
+A wider pass computes the same numbers in another order. In float32 that changes nothing that is emitted; in bfloat16 it
+can turn a near-tie. A difference counts as explained only if that is measurably what happened.
 """
 
 import time
@@ -61,7 +61,8 @@ def compare_prompt(
     Args:
         input_ids (`torch.LongTensor` of shape `(1, prompt_length)`): The prompt.
         block_sizes: Sizes to compare; `None` for the policy's choice.
-        on_plain (`Callable`, *optional*): Gets plain `generate`'s sequence before the others run; a scripted drafter needs it.
+        on_plain (`Callable`, *optional*):
+            Gets plain `generate`'s sequence before the others run; a scripted drafter needs it.
         generate_kwargs: For both, e.g. `max_new_tokens`, `do_sample`, `temperature`.
     """
 
@@ -122,7 +123,8 @@ def _explain(
 ) -> tuple[float | None, float | None, bool]:
     """Gap of the two tokens and largest score change at the first difference, and whether they explain it."""
     repeated = _first_difference(plain.sequences[0, length:], ours.sequences[0, length:])
-    if repeated != position or position >= min(len(plain.scores), len(ours.scores)):
+    ends = [min(output.sequences.shape[1] - length, len(output.scores)) for output in (plain, ours)]
+    if repeated != position or position >= min(ends):  # not the same again, or one of the two ended there
         return None, None, False
     pair = tuple(int(output.sequences[0, length + position]) for output in (plain, ours))
     narrow, wide = plain.scores[position][0], ours.scores[position][0]
@@ -182,7 +184,7 @@ class ScriptedDrafter:
     def draft_block(
         self, anchor_ids: torch.LongTensor, context: torch.Tensor, *, position: int, block_size: int
     ) -> DraftBlock:
-        """Tokens `(1, block_size - 1)` of the script after the anchor at `position`; right or wrong by the place alone."""
+        """`block_size - 1` tokens of the script after the anchor at `position`; right or wrong by the place alone."""
         token_ids = torch.zeros(1, block_size - 1, dtype=torch.long)
         known = self.script[position + 1 : position + block_size]
         token_ids[0, : len(known)] = known

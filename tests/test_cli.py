@@ -162,12 +162,17 @@ def test_verify_counts_identical_prompts_and_ends_with_status_zero(run, prompts)
 def test_verify_ends_with_status_one_on_an_unexplained_difference(run, prompts, monkeypatch):
     def compare(model, pilot, ids, sizes, **kwargs):
         fake = [Comparison(s, s, 8, 1.0) for s in sizes[:-1]]
-        return [*fake, Comparison(sizes[-1], sizes[-1], 8, 1.0, first_difference=3, gap=0.5, change=0.1, explained=False)]
+        return [
+            *fake,
+            Comparison(sizes[-1], sizes[-1], 8, 1.0, first_difference=3, gap=0.5, change=0.1, explained=False),
+        ]
 
     monkeypatch.setattr(cli, "compare_prompt", compare)
     status, out, _ = run("verify", "--prompts", prompts, "--block-sizes", "1,5", "--limit", 1)
     assert status == 1
-    expected = "p[0], block size 5: first difference at new token 3: not explained (gap 0.5000, largest change of a score"
+    expected = (
+        "p[0], block size 5: first difference at new token 3: not explained (gap 0.5000, largest change of a score"
+    )
     assert expected in out  # brackets of an id are text, not markup
     assert "identical 1 / 2, unexplained 1" in out
 
@@ -200,8 +205,8 @@ def test_results_are_written_as_they_come_and_a_second_call_goes_on_there(run, p
     lines = results.read_text().splitlines()
     assert len(lines) == 6 and json.loads(lines[0])["prompt"] == "p[0]"
 
-    # A kill in the middle of the last line: only that prompt runs again, and the line cut off spoils no other.
-    results.write_text("\n".join(lines)[:-40])
+    # A kill in the middle of the last prompt's first line: only that prompt runs again, and the cut spoils no other line.
+    results.write_text("\n".join(lines[:5])[:-40])
     compared = []
     compare = cli.compare_prompt
     monkeypatch.setattr(cli, "compare_prompt", lambda *a, **k: compared.append(1) or compare(*a, **k))
@@ -211,7 +216,9 @@ def test_results_are_written_as_they_come_and_a_second_call_goes_on_there(run, p
     assert run(*arguments)[:2] == (0, first)
 
 
-@pytest.mark.parametrize("change", [["--seed", 1], ["--max-new-tokens", 6], ["--temperature", 1], ["--drafter", "scripted"]])
+@pytest.mark.parametrize(
+    "change", [["--seed", 1], ["--max-new-tokens", 6], ["--temperature", 1], ["--drafter", "scripted"]]
+)
 def test_results_of_other_settings_are_refused(run, prompts, tmp_path, change):
     results = tmp_path / "results.jsonl"
     arguments = ["verify", "--prompts", prompts, "--block-sizes", "2", "--limit", 1, "--output", results]

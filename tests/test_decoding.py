@@ -363,6 +363,21 @@ def test_rope_that_changes_with_the_length_is_crossed_as_in_plain(rope_type, pro
     torch.testing.assert_close(ours.scores, plain.scores, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("start", [0, 5, 11])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_the_boundary_is_found_by_the_targets_own_positions(kind, start):
+    """Positions given by the user, and frequencies of one layer type only."""
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    if kind == "gemma3":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+    target = make_target(kind, rope_parameters=rope)
+    kwargs = {"position_ids": torch.arange(start, start + 5)[None], "max_new_tokens": 20, **DICT}
+    plain, ours = both_generate(target, make_prompt(5), accuracy=0.8, **kwargs)
+    assert torch.equal(ours.sequences, plain.sequences)
+    torch.testing.assert_close(ours.scores, plain.scores, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("prompt_length", [12, 15, 16, 17, 20])
 def test_phi3_drops_its_cache_at_the_longrope_boundary_as_in_plain(prompt_length):
     def make():
@@ -419,6 +434,18 @@ def test_a_wide_pass_never_looks_past_learned_positions(prompt_length):
     finally:
         hook.remove()
     assert max(seen) <= 23
+
+
+def test_a_wide_pass_never_looks_past_learned_positions_when_the_user_gives_them():
+    target = gpt2()
+    kwargs = {"position_ids": torch.arange(10, 18)[None], "max_new_tokens": 7}
+    plain, ours = both_generate(target, make_prompt(8), accuracy=1.0, block_size=16, **kwargs)
+    assert torch.equal(ours, plain)
+    free = plain_generate(target, make_prompt(8), **kwargs)
+    kwargs["max_new_tokens"] = 20  # ends by its eos just before the table does
+    eos = int(free[0, 14])
+    plain, ours = both_generate(target, make_prompt(8), script=free, accuracy=1.0, eos_token_id=eos, **kwargs)
+    assert torch.equal(ours, plain)
 
 
 def test_past_the_targets_limit_decoding_goes_token_by_token():

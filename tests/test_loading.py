@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import constant_policy, make_drafter, make_prompt, make_target, plain_generate, save_zlab
+from conftest import constant_policy, make_drafter, make_prompt, plain_generate, save_zlab
 from transformers import AutoModel
 
 from blockpilot_hf import BlockPilot, BlockPilotPolicy, DFlashDraftModel, loading
+from blockpilot_hf.generate import generate
 from blockpilot_hf.loading import load_drafter, load_policy, policy_of_drafter
 
 PROMPT = make_prompt(10)
@@ -159,6 +160,12 @@ def test_policy_of_a_call_is_loaded_with_the_pilots_access(spies, target, drafte
     assert spies["policy"] == [(("org/policy",), SHARED)]
 
 
+def test_recipe_loads_the_policy_with_its_own_access_but_not_from_its_own_revision(spies, target, drafter):
+    where = {**SHARED, "revision": "r1", "subfolder": "s", "repo_type": "model"}
+    generate(model=target, inputs=PROMPT, assistant_model=drafter, policy="org/policy", max_new_tokens=2, **where)
+    assert spies["policy"] == [(("org/policy",), SHARED)]
+
+
 def test_objects_are_taken_as_they_are(drafter):
     policy = constant_policy(3)
     pilot = BlockPilot.from_pretrained(drafter, policy)
@@ -258,16 +265,3 @@ def test_auto_model_knows_both_types(drafter, tmp_path):
     constant_policy(3).save_pretrained(tmp_path / "policy")
     assert type(AutoModel.from_pretrained(tmp_path / "drafter")) is DFlashDraftModel
     assert type(AutoModel.from_pretrained(tmp_path / "policy")) is BlockPilotPolicy
-
-
-def test_saved_drafter_holds_nothing_of_the_target_it_ran_with(tmp_path):
-    target = make_target()
-    drafter = make_drafter(target)
-    BlockPilot(drafter).generate(target, PROMPT, max_new_tokens=8)
-    drafter.save_pretrained(tmp_path)
-    from safetensors import safe_open
-
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        saved = set(file.keys())
-    assert saved == {name for name, _ in drafter.named_parameters()}
-    assert not {name for name in saved if "embed" in name or "head" in name}

@@ -67,6 +67,7 @@ def test_one_drafter_gives_one_text_and_one_acceptance_in_stock_generate_and_her
     steps = [step for step in ours.blockpilot.steps if step.verify_width == step.block_size]
     assert len(steps) >= 3 and max(step.num_accepted for step in steps) >= 3
     assert [step.draft_ids for step in steps] == drafted[: len(steps)]
+    assert len(matches) >= 3
     assert [step.num_accepted for step in steps][: len(matches)] == matches[: len(steps)]
 
 
@@ -85,7 +86,7 @@ def test_a_left_padded_prompt_works_in_stock_generate(pairs, monkeypatch):
 
 
 def stock_loop_with(generator_class, target, monkeypatch, widths, **fields):
-    """Put `BlockPilotCandidateGenerator` where the stock loop makes its own; `widths` gets its numbers of candidates."""
+    """Put our generator where the stock loop makes its own; `widths` gets its numbers of candidates."""
 
     class Counting(generator_class):
         def get_candidates(self, input_ids, *args, **kwargs):
@@ -200,7 +201,7 @@ def muse():
             )
         ).eval()
     prompt = make_prompt(11)
-    fit_drafter(target, drafter, plain_generate(target, prompt, **GREEDY), steps=150)
+    fit_drafter(target, drafter, plain_generate(target, prompt, **GREEDY))
     return target, drafter, prompt
 
 
@@ -211,8 +212,9 @@ def test_a_native_muse_glimmer_pair_decodes_here_as_in_stock_generate(muse, monk
     ours = pilot_generate(BlockPilot(drafter), target, prompt, return_dict_in_generate=True, **GREEDY)
     assert torch.equal(ours.sequences, plain) and torch.equal(text, plain)
     steps = [step for step in ours.blockpilot.steps if step.verify_width == step.block_size]
-    assert max(step.num_accepted for step in steps) >= 2
+    assert max(step.num_accepted for step in steps) >= 1
     assert [step.draft_ids for step in steps] == drafted[: len(steps)]
+    assert len(matches) >= 3
     assert [step.num_accepted for step in steps][: len(matches)] == matches[: len(steps)]
 
 

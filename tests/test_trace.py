@@ -14,6 +14,7 @@ from conftest import (
     plain_generate,
     scripted_pilot,
 )
+from transformers import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from blockpilot_hf import BlockPilot, DecodeTrace, StepRecord
@@ -101,7 +102,13 @@ def test_tau_over_rows_is_the_mean_of_the_rows_taus_and_zero_without_steps():
 @pytest.mark.parametrize("eos", [None, [32, 58]])
 def test_counts_add_up(target, accuracy, block_size, eos):
     plain, ours = both_generate(
-        target, PROMPT, accuracy=accuracy, block_size=block_size, eos_token_id=eos, max_new_tokens=15, **DICT
+        target,
+        PROMPT,
+        accuracy=accuracy,
+        eos_token_id=eos,
+        max_new_tokens=15,
+        ours={"block_size": block_size},
+        **DICT,
     )
     assert torch.equal(ours.sequences, plain.sequences)
     assert_counts_add_up(ours.blockpilot)
@@ -270,8 +277,6 @@ def test_a_sliding_target_never_keeps_a_long_prompt():
 
     def on_step(record):
         lengths.append(max(layer.keys.shape[2] for layer in cache.layers))
-
-    from transformers import DynamicCache
 
     cache = DynamicCache(config=target.config)
     pilot = BlockPilot(make_drafter(target))
