@@ -17,7 +17,7 @@ help:
 	@sed -n '1,3s/^# *//p' Makefile
 
 run: $(VENV)/.installed
-	$(BIN)/blockpilot generate "$(PROMPT)" --compare
+	$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 48 --block-size 4 --compare
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
@@ -59,6 +60,7 @@ def check_call(model: Any, generation_config: GenerationConfig, model_kwargs: di
     if generation_config.use_cache is False:
         raise ValueError("`use_cache=False` cannot be used with a block drafter, which needs the cache. Leave it out.")
     _check_cache(model, generation_config, model_kwargs.get("cache"))
+    _check_quantization(model)
     if batch_size > 1:
         _check_batch(generation_config, model_kwargs)
 
@@ -74,6 +76,18 @@ def _check_cache(model: Any, generation_config: GenerationConfig, cache: Any) ->
             f"{name} keeps a recurrent state, which cannot be rolled back after a rejected draft. "
             "Use plain `generate` for this model."
         )
+
+
+def _check_quantization(model: Any) -> None:
+    """Activations scaled over a whole pass make a token's logits depend on how many others are verified with it."""
+    for name, module in model.named_modules():
+        packed = getattr(module, "_packed_params", None)
+        is_dynamic = type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
+        if is_dynamic and getattr(packed, "dtype", None) == torch.qint8:
+            raise ValueError(
+                f"`{name}` of the target is dynamically quantised to int8: its activations are scaled over the whole "
+                "pass, so a block would not give what single tokens give. Use weight-only quantisation."
+            )
 
 
 def check_croppable(model: Any, cache: Any) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
-from .embedded import load_embedded_target, untrained_drafter
+from .embedded import load_embedded_target, native_dtype, untrained_drafter
 from .generate import BlockPilot
 from .loading import load_drafter
 from .parity import Comparison, ScriptedDrafter, compare_prompt
@@ -36,7 +36,13 @@ Drafter = Annotated[
     ),
 ]
 Policy = Annotated[str | None, typer.Option(help="Policy: folder or Hub id. Default: the one that the drafter names.")]
-Dtype = Annotated[str, typer.Option(help=f"Of the target: {', '.join(_DTYPES)}.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help=f"Of the target: {', '.join(_DTYPES)}, or 'auto': bfloat16 where the processor has instructions for it, "
+        "else float32."
+    ),
+]
 NewTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy; above: sampling.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
@@ -57,7 +63,7 @@ def generate(
     max_new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly and compare.")] = False,
 ) -> None:
     """Answer PROMPT, streamed, and say which block size was used and how many drafted tokens were accepted."""
@@ -85,7 +91,7 @@ def generate(
     )
     trace = output.blockpilot
     seconds = trace.prefill_s + trace.policy_s + trace.decode_s
-    print(f"\nblock size {trace.block_size} ({trace.reason})")
+    print(f"\n{str(model.dtype).removeprefix('torch.')}, block size {trace.block_size} ({trace.reason})")
     print(
         f"{trace.num_new_tokens} tokens: 1 from the prefill, {trace.num_new_tokens - 1} in {len(trace.steps)} steps "
         f"({trace.acceptance_length:.2f} per step), {trace.num_new_tokens / seconds:.1f} tokens/s"
@@ -193,15 +199,16 @@ def _verdict(result: Comparison) -> str:
 
 
 def _load_target(target: str | None, dtype: str) -> tuple[Any, Any]:
-    if dtype not in _DTYPES:
-        raise ValueError(f"`--dtype` must be one of {list(_DTYPES)}, got {dtype!r}.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype not in (*_DTYPES, "auto"):
+        raise ValueError(f"`--dtype` must be one of {[*_DTYPES, 'auto']}, got {dtype!r}.")
+    torch_dtype = native_dtype(device) if dtype == "auto" else _DTYPES[dtype]
     if target is None:
         try:
-            return load_embedded_target(dtype=_DTYPES[dtype], device=device)
+            return load_embedded_target(dtype=torch_dtype, device=device)
         except RuntimeError as error:  # says what to do, so it is the user's to read
             raise OSError(str(error)) from error
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=_DTYPES[dtype]).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch_dtype).to(device).eval()
     return model, AutoTokenizer.from_pretrained(target)
 
 

@@ -19,6 +19,9 @@ from .verification import Verified, verify_block
 
 logger = logging.get_logger(__name__)
 
+# A drafter for this target has something accepted long before; one for another target never has.
+_MANY_STEPS = 32
+
 
 class Decoding:
     """
@@ -111,6 +114,12 @@ class Decoding:
             self.trace.steps.append(record)
             self.trace.decode_s += time.perf_counter() - start
             yield record
+        drafting = [step for step in self.trace.steps if step.draft_ids]
+        if len(drafting) >= _MANY_STEPS and not any(step.num_accepted for step in drafting):
+            logger.warning_once(
+                f"No drafted token was accepted in {len(drafting)} steps. The output is right, but drafting only costs "
+                "time: check that the drafter was trained for this target."
+            )
 
     def _step(self) -> StepRecord:
         generator = self.generator

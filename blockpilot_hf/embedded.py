@@ -121,6 +121,19 @@ def load_embedded_target(
     return target.eval(), tokenizer
 
 
+def native_dtype(device: str | torch.device = "cpu") -> torch.dtype:
+    """
+    The dtype to run in: bfloat16, except on processors without instructions for it. There a wide pass in bfloat16 takes
+    several times as long as in float32, so a block would cost more than the tokens that it saves.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16
+    # Not in every torch; a processor that nothing is known of gets float32, which is quick enough everywhere.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    has_bfloat16 = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
 def untrained_drafter(
     target: PreTrainedModel, *, num_layers: int = 3, block_size: int = 16, seed: int = 0
 ) -> DFlashDraftModel:

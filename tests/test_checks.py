@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import make_drafter, make_prompt, make_target, pilot_generate, plain_generate
+from conftest import make_drafter, make_prompt, make_target, pilot_generate, plain_generate, scripted_pilot
 from torch import nn
 from transformers import DynamicCache, GenerationConfig
 from transformers.utils import logging as transformers_logging
@@ -357,3 +357,27 @@ def test_a_policy_for_another_drafter_is_one_warning(said, target, drafter):
     said.clear()
     check_policy(new_policy(drafter_name_or_path="org/drafter-b"), target, other)
     assert said == []
+
+
+def test_a_target_whose_numbers_depend_on_the_width_of_a_pass_is_refused():
+    """Dynamic int8 scales activations over all tokens of a pass; the same modules with float16 weights do not."""
+    target = make_target("llama")
+    drafter = make_drafter(target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantised = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
+        half = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"dynamically quantised to int8.*weight-only"):
+        pilot_generate(BlockPilot(drafter), quantised, make_prompt(), max_new_tokens=5)
+    plain = plain_generate(half, make_prompt(), max_new_tokens=20, do_sample=False)
+    pilot = scripted_pilot(target, plain, 0.5)
+    assert pilot_generate(pilot, half, make_prompt(), max_new_tokens=20, do_sample=False).equal(plain)
+
+
+@pytest.mark.parametrize(("accuracy", "warns"), [(0.0, True), (0.5, False)])
+def test_a_drafter_of_which_nothing_is_accepted_is_said_once(target, said, accuracy, warns):
+    plain = plain_generate(target, make_prompt(), max_new_tokens=50, do_sample=False)
+    pilot = scripted_pilot(target, plain, accuracy)
+    output = pilot_generate(pilot, target, make_prompt(), max_new_tokens=50, do_sample=False)
+    assert output.equal(plain)
+    assert sum("No drafted token was accepted" in text for text in said) == warns

@@ -205,7 +205,7 @@ def test_results_are_written_as_they_come_and_a_second_call_goes_on_there(run, p
     lines = results.read_text().splitlines()
     assert len(lines) == 6 and json.loads(lines[0])["prompt"] == "p[0]"
 
-    # A kill in the middle of the last prompt's first line: only that prompt runs again, and the cut spoils no other line.
+    # A kill in the middle of the last prompt's first line: only that prompt runs again, and the cut spoils no line.
     results.write_text("\n".join(lines[:5])[:-40])
     compared = []
     compare = cli.compare_prompt

@@ -299,3 +299,18 @@ def test_mask_token_never_comes_from_chat_text(embedded_pair):
     # Untrained: the rows of the reserved tokens around it were never moved apart.
     table = target.get_input_embeddings().weight
     assert torch.equal(table[mask_id], table[mask_id - 1])
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "device", "expected"),
+    [
+        ({"avx512_bf16": True}, "cpu", torch.bfloat16),
+        ({"amx_bf16": True, "avx2": True}, "cpu", torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, "cpu", torch.float32),
+        ({}, "cpu", torch.float32),
+        ({"avx2": True}, "cuda", torch.bfloat16),
+    ],
+)
+def test_bfloat16_is_native_only_where_the_processor_says_so(monkeypatch, capabilities, device, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert embedded.native_dtype(device) == expected
