@@ -57,14 +57,13 @@ def split_rows(
     model_kwargs: dict[str, Any],
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
 ) -> Iterator[RowInputs]:
     """Row after row, each with an empty cache; a single row is passed through as it is."""
     num_rows = input_ids.shape[0]
     if num_rows == 1:
         yield RowInputs(0, input_ids, model_kwargs, logits_processor, stopping_criteria)
         return
-    _check_padding(stopping_criteria, generation_config)
+    _check_padding(stopping_criteria)
     logger.warning_once(
         f"A batch is decoded row by row (got {num_rows} rows): correct, but not faster than single calls."
     )
@@ -78,12 +77,13 @@ def split_rows(
         yield RowInputs(index, input_ids[index : index + 1], of_row, processors, stopping_criteria)
 
 
-def _check_padding(stopping_criteria: StoppingCriteriaList, config: GenerationConfig) -> None:
-    own = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-    if own and config._pad_token_tensor is None:
+def _check_padding(stopping_criteria: StoppingCriteriaList) -> None:
+    """`generate` pads a finished row only where there is an end token; without one, it runs on until all are done."""
+    own = [type(c).__name__ for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+    if own and not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
         raise ValueError(
-            f"Rows may end at different lengths ({[type(c).__name__ for c in own]}) and there is no token to pad them "
-            "with. Pass `pad_token_id=`, or one row at a time."
+            f"Without an end token, a row that {own} end runs on in plain `generate` until all rows are done, which "
+            "cannot be decoded row by row. Pass `eos_token_id=`, or one row at a time."
         )
 
 

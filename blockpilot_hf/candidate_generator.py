@@ -149,6 +149,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         if self.block_size == 1:
             return 1, ""
         if limit is not None and anchor + self.block_size > limit:
+            self._pending.clear()  # it will not draft again
             return 1, "past the drafter's position limit"
         width, reason = self.block_size, ""
         if remaining < width:

@@ -114,6 +114,9 @@ class Decoding:
             self.trace.steps.append(record)
             self.trace.decode_s += time.perf_counter() - start
             yield record
+
+    def warn_if_useless(self) -> None:
+        """Say so, once in a process, if a drafter had many chances and not one of its tokens was accepted."""
         drafting = [step for step in self.trace.steps if step.draft_ids]
         if len(drafting) >= _MANY_STEPS and not any(step.num_accepted for step in drafting):
             logger.warning_once(

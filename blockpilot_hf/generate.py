@@ -174,7 +174,7 @@ class BlockPilot:
             streamer.put(input_ids.cpu())
 
         decodings = []
-        for row in split_rows(input_ids, model_kwargs, logits_processor, stopping_criteria, generation_config):
+        for row in split_rows(input_ids, model_kwargs, logits_processor, stopping_criteria):
             generator = BlockPilotCandidateGenerator(
                 self.drafter,
                 model,
@@ -186,6 +186,8 @@ class BlockPilot:
             decodings.append(_decode_row(model, row, generator, generation_config, streamer, on_step, time_steps))
         if streamer is not None:
             streamer.end()
+        for decoding in decodings:
+            decoding.warn_if_useless()
         return collect(decodings, generation_config)
 
     def _resolve_policy(self, policy: Any) -> Any:

@@ -212,13 +212,15 @@ def test_criteria_of_the_user_end_rows_one_by_one(target, drafter):
     assert torch.equal(ours, plain)
 
 
-def test_rows_that_may_end_early_without_a_pad_token_are_refused(drafter):
-    target = make_target(pad_token_id=None)
+def test_rows_that_plain_would_let_run_on_are_refused(target, drafter):
     ids = make_prompt(6, rows=2)
     kwargs = {"stopping_criteria": [StopOn()], "max_new_tokens": 6}
-    with pytest.raises(ValueError, match="pad_token_id"):
+    with pytest.raises(ValueError, match="eos_token_id"):
         pilot_generate(BlockPilot(drafter), target, ids, **kwargs)
-    pilot_generate(BlockPilot(drafter), target, ids, pad_token_id=0, **kwargs)
+    assert torch.equal(
+        pilot_generate(BlockPilot(drafter), target, ids, eos_token_id=63, **kwargs),
+        plain_generate(target, ids, eos_token_id=63, **kwargs),
+    )
     assert torch.equal(
         pilot_generate(BlockPilot(drafter), target, ids, max_new_tokens=6),
         plain_generate(target, ids, max_new_tokens=6),

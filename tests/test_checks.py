@@ -103,14 +103,15 @@ def test_calls_that_cannot_be_exact_are_errors(target, fields, kwargs, message):
 
 def test_stateful_and_encoder_decoder_targets_are_errors():
     good = {"cache": DynamicCache()}
-    config = types.SimpleNamespace(is_encoder_decoder=False)
-    check_call(types.SimpleNamespace(config=config), generation_config(), good, 1)
+    model = nn.Linear(1, 1)
+    model.config = types.SimpleNamespace(is_encoder_decoder=False)
+    check_call(model, generation_config(), good, 1)
+    model._is_stateful = True
     with pytest.raises(ValueError, match="recurrent state"):
-        check_call(types.SimpleNamespace(config=config, _is_stateful=True), generation_config(), good, 1)
+        check_call(model, generation_config(), good, 1)
+    model.config.is_encoder_decoder = True
     with pytest.raises(ValueError, match="decoder-only"):
-        check_call(
-            types.SimpleNamespace(config=types.SimpleNamespace(is_encoder_decoder=True)), generation_config(), good, 1
-        )
+        check_call(model, generation_config(), good, 1)
 
 
 def test_batches_with_state_over_rows_are_errors(target):
