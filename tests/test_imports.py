@@ -10,33 +10,14 @@ from pathlib import Path
 import pytest
 
 import blockpilot_hf
+from blockpilot_hf.hub import RECIPE_MODULES
 
 PACKAGE = Path(blockpilot_hf.__file__).parent
 
 # A module imports only modules above it.
-ORDER = [
-    "exact_loading",
-    "configuration_dflash",
-    "modeling_dflash",
-    "configuration_blockpilot",
-    "features",
-    "modeling_blockpilot",
-    "trace",
-    "verification",
-    "checks",
-    "candidate_generator",
-    "decoding",
-    "batching",
-    "loading",
-    "generate",
-    "hub",
-    "embedded",
-    "prompts",
-    "parity",
-    "cli",
-]
 # Down to `generate` the files are copied into Hub repositories, where nothing else is installed.
-TRAVELLING = ORDER[: ORDER.index("generate") + 1]
+TRAVELLING = [*RECIPE_MODULES]
+ORDER = [*TRAVELLING, "hub", "embedded", "prompts", "parity", "cli"]
 ALLOWED_ABROAD = {"torch", "transformers"} | set(sys.stdlib_module_names)
 # Needed by one part only, so importing the package must not load them.
 NOT_AT_IMPORT = ["gradio", "datasets", "sklearn", "accelerate", "gguf", "typer", "rich", "pytest", "scipy", "dflash"]
