@@ -16,7 +16,7 @@ from transformers.cache_utils import DFlashCache
 from transformers.generation import CandidateGenerator
 from transformers.utils import logging
 
-from .checks import check_block_size, check_drafter, check_pair, check_policy, vocab_rows
+from .checks import check_block_size, check_drafter, check_pair, check_policy, check_states, vocab_rows
 from .verification import DraftBlock, DraftSampling, propose
 
 logger = logging.get_logger(__name__)
@@ -126,6 +126,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         if not self.needs_context:
             return
         taps = [hidden_states[i + 1] for i in self.drafter.config.target_layer_ids]
+        check_states(self.target, taps)
         picked = [tap[:, :kept] if isinstance(kept, int) else tap[:, kept.to(tap.device)] for tap in taps]
         self._head_dtype = picked[0].dtype
         # Joining copies, so the states of the other positions and layers can be freed.

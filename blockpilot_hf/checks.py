@@ -1,5 +1,6 @@
 """What a call, a pair and a policy must satisfy, checked before the first pass. Only errors and warnings live here."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +59,10 @@ def check_call(model: Any, generation_config: GenerationConfig, model_kwargs: di
             "`prefill_chunk_size` is not supported: the drafter needs the states of the whole prompt. Leave it out."
         )
     if generation_config.use_cache is False:
-        raise ValueError("`use_cache=False` cannot be used with a block drafter, which needs the cache. Leave it out.")
+        raise ValueError(
+            "`use_cache=False` (given, or set in the model's config) cannot be used with a block drafter, which needs "
+            "the cache. Pass `use_cache=True`."
+        )
     _check_cache(model, generation_config, model_kwargs.get("cache"))
     _check_quantization(model)
     if batch_size > 1:
@@ -68,7 +72,7 @@ def check_call(model: Any, generation_config: GenerationConfig, model_kwargs: di
 def _check_cache(model: Any, generation_config: GenerationConfig, cache: Any) -> None:
     name = type(model).__name__
     if cache is None:
-        raise ValueError(f"{name} does not use a transformers `Cache`: a rejected draft could not be taken back.")
+        raise _no_cache(model)
     if generation_config.cache_implementation == "quantized" or "Quantized" in type(cache).__name__:
         raise ValueError("A quantized cache cannot take back a rejected draft. Use the default cache, or 'static'.")
     if getattr(model, "_is_stateful", False):
@@ -90,8 +94,17 @@ def _check_quantization(model: Any) -> None:
             )
 
 
+def _no_cache(model: Any) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} does not use a transformers `Cache`: a rejected draft could not be taken back. "
+        "Use plain `generate` for this model."
+    )
+
+
 def check_croppable(model: Any, cache: Any) -> None:
     """Whether a cache can be cropped is known only after the prefill, when its layers exist."""
+    if cache is None:
+        raise _no_cache(model)
     if not cache.is_croppable:
         raise ValueError(
             f"The cache of {type(model).__name__} ({type(cache).__name__}) cannot be cropped, so a rejected draft "
@@ -132,7 +145,7 @@ def check_pair(target: Any, drafter: Any) -> None:
         `ValueError`: layers, hidden size, vocabulary or mask id do not fit.
     """
     ours, theirs = drafter.config, target.config.get_text_config(decoder=True)
-    num_layers = theirs.num_hidden_layers
+    num_layers = num_decoder_layers(target)
     if max(ours.target_layer_ids) >= num_layers:
         raise ValueError(
             f"The drafter reads target layers {list(ours.target_layer_ids)}, but {type(target).__name__} has only "
@@ -148,6 +161,12 @@ def check_pair(target: Any, drafter: Any) -> None:
         raise ValueError(
             f"The drafter's hidden size is {ours.hidden_size}, the target's {theirs.hidden_size}. They must be equal: "
             "the drafter borrows the target's embedding and head."
+        )
+    width = getattr(target.get_input_embeddings(), "embedding_dim", ours.hidden_size)
+    if width != ours.hidden_size:
+        raise ValueError(
+            f"The embedding of {type(target).__name__} is {width} wide, its layers {theirs.hidden_size}: a drafter "
+            "could not borrow it. Supported are targets whose embedding is as wide as their layers."
         )
     if target.get_output_embeddings() is None:
         raise ValueError(f"{type(target).__name__} has no output embedding (head) that the drafter could borrow.")
@@ -204,6 +223,22 @@ def check_policy(policy: Any, target: Any, drafter: Any) -> None:
         )
     _warn_other_name("policy", getattr(config, "target_name_or_path", None), target)
     _warn_other_name("policy", getattr(config, "drafter_name_or_path", None), drafter)
+
+
+def check_states(target: Any, states: Sequence[torch.Tensor]) -> None:
+    """The hidden states that a drafter reads, `(1, length, hidden_size)` each; a few targets keep several streams."""
+    shapes = [tuple(state.shape) for state in states if state.ndim != 3]
+    if shapes:
+        raise ValueError(
+            f"{type(target).__name__} has hidden states of shape {shapes[0]}, a drafter reads (1, length, "
+            "hidden size). Use plain `generate` for this model."
+        )
+
+
+def num_decoder_layers(target: Any) -> int:
+    """Layers with a hidden state each. Configs may count other things: halves of layers, or the encoder's."""
+    layers = getattr(target.get_decoder(), "layers", None)
+    return target.config.get_text_config(decoder=True).num_hidden_layers if layers is None else len(layers)
 
 
 def vocab_rows(target: Any) -> int:

@@ -84,8 +84,8 @@ class Decoding:
         start = time.perf_counter()
         inputs = self.model.prepare_inputs_for_generation(self.input_ids, is_first_iteration=True, **self._model_kwargs)
         outputs = self.model(**{**inputs, **self._capture()}, return_dict=True)
-        self.cache = outputs.cache
-        if self.generator.needs_context:
+        self.cache = getattr(outputs, "cache", None)
+        if self.generator.needs_context or self.cache is None:
             check_croppable(self.model, self.cache)
         verified = self._verify(None, outputs.logits[:, -1:])
         prefilled = time.perf_counter()
@@ -200,7 +200,7 @@ class Decoding:
             if is_prefill:
                 self.attentions += (outputs.attentions,)
             else:
-                layers = self.cache.layers
+                layers = _attention_layers(self.cache, len(outputs.attentions), self.model.config)
                 self.attentions += tuple(
                     tuple(_query_row(a, j, layer) for a, layer in zip(outputs.attentions, layers, strict=True))
                     for j in range(kept)
@@ -258,6 +258,17 @@ def extend_inputs(model_kwargs: dict[str, Any], num_new: int) -> dict[str, Any]:
     if types is not None:  # generated tokens are text
         extended["mm_token_type_ids"] = torch.cat([types, types.new_zeros(types.shape[0], num_new)], dim=-1)
     return extended
+
+
+def _attention_layers(cache: Any, num_attentions: int, config: Any) -> list[Any]:
+    """The cache's layer for each attention returned. Some kernels return none, some caches hold layers never used."""
+    layers = [layer for layer in cache.layers if hasattr(layer, "is_sliding")]  # others hold no keys
+    if num_attentions > len(layers):
+        # Target layers may share keys and values; then one of their own type tells how far they look back.
+        types = config.get_text_config(decoder=True).layer_types
+        of_type = dict(zip(types, layers, strict=False))
+        layers = [of_type[kind] for kind in types]
+    return layers[:num_attentions]
 
 
 def _query_row(attention: torch.Tensor, j: int, layer: Any) -> torch.Tensor:

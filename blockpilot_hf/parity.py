@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .checks import num_decoder_layers
 from .configuration_dflash import DFlashConfig, default_target_layer_ids
 from .generate import BlockPilot
 from .verification import DraftBlock
@@ -161,12 +162,12 @@ class ScriptedDrafter:
         if not 0.0 <= accuracy <= 1.0:
             raise ValueError(f"`accuracy` of a scripted drafter must be between 0 and 1, got {accuracy}.")
         text = target.config.get_text_config(decoder=True)
-        num_taps = min(2, text.num_hidden_layers)
+        num_layers = num_decoder_layers(target)
         self.config = DFlashConfig(
             vocab_size=target.get_input_embeddings().num_embeddings,
             hidden_size=text.hidden_size,
-            num_target_layers=text.num_hidden_layers,
-            target_layer_ids=default_target_layer_ids(text.num_hidden_layers, 1) * num_taps,
+            num_target_layers=num_layers,
+            target_layer_ids=default_target_layer_ids(num_layers, 1) * min(2, num_layers),
             num_hidden_layers=1,
             mask_token_id=target.get_input_embeddings().num_embeddings - 1,
             block_size=block_size,

@@ -147,11 +147,13 @@ def verify_block(
         if is_accepted:
             sequence = buffer[:, : length + j + 1]
         else:
-            sequence = torch.cat([prefix, prefix.new_tensor([[pick]])], dim=-1)
+            sequence = torch.cat([prefix, torch.tensor([[pick]], device=prefix.device)], dim=-1)
         stopped = bool(stopping_criteria(sequence, scores))
         if stopped or not is_accepted:
             break
-    return Verified(input_ids.new_tensor([committed]), stopped, scores, raw_logits)
+    # Long also after a prompt of another integer type, as plain `generate` appends them.
+    token_ids = torch.tensor([committed], device=input_ids.device)
+    return Verified(token_ids, stopped, scores, raw_logits)
 
 
 def _pick(scores: torch.Tensor, draft: DraftBlock | None, j: int, do_sample: bool, *, is_drafted: bool) -> int:

@@ -256,6 +256,20 @@ def test_grad_mode_and_autocast_of_the_caller_do_not_matter(target):
     assert not any(score.requires_grad for score in ours.scores)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_prompt_of_short_integers_is_continued_in_long_ones(target, do_sample):
+    plain, ours = both_generate(target, PROMPT.int(), accuracy=0.7, max_new_tokens=9, do_sample=do_sample)
+    assert torch.equal(ours, plain) and ours.dtype == plain.dtype == torch.long
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32])
+def test_a_mask_of_any_type_leaves_padding_out(target, dtype):
+    mask = torch.arange(PROMPT.shape[1])[None] > 2
+    plain, ours = both_generate(target, PROMPT, attention_mask=mask.to(dtype), accuracy=0.7, max_new_tokens=9)
+    assert torch.equal(ours, plain)
+    assert not torch.equal(ours, plain_generate(target, PROMPT, max_new_tokens=9))
+
+
 @pytest.mark.parametrize("name", ["input_ids", "inputs"])
 def test_the_prompt_may_be_given_by_either_name(target, drafter, name):
     expected = plain_generate(target, PROMPT, max_new_tokens=6)
