@@ -53,6 +53,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         check_pair(target, drafter)
         if block_size is not None:
             check_block_size(block_size)
+            block_size = int(block_size)  # numpy's integers are no sizes to slice with
         elif policy is not None:
             check_policy(policy, target, drafter)
         self.drafter = drafter

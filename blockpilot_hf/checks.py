@@ -1,6 +1,7 @@
 """What a call, a pair and a policy must satisfy, checked before the first pass. Only errors and warnings live here."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ _OTHER_PROPOSERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp
 
 
 def check_block_size(block_size: Any) -> None:
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+    if isinstance(block_size, bool) or not isinstance(block_size, Integral) or block_size < 1:
         raise ValueError(
             f"`block_size` must be an integer >= 1, got {block_size!r}. Leave it out to let the policy choose."
         )

@@ -190,8 +190,8 @@ def default_target_layer_ids(num_target_layers: int, num_context_layers: int) ->
     """Evenly spaced target layers from the second to the third last one (DFlash, arXiv 2602.06036)."""
     if num_context_layers == 1:
         return [num_target_layers // 2]
-    step = (num_target_layers - 4) / (num_context_layers - 1)
-    return [round(1 + i * step) for i in range(num_context_layers)]
+    step = max(num_target_layers - 4, 0) / (num_context_layers - 1)
+    return [min(round(1 + i * step), num_target_layers - 1) for i in range(num_context_layers)]
 
 
 def is_dflash_config_dict(config_dict: dict[str, Any]) -> bool:

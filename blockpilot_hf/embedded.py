@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .checks import num_decoder_layers, vocab_rows
 from .configuration_dflash import DFlashConfig, default_target_layer_ids
 from .modeling_dflash import DFlashDraftModel
 
@@ -138,11 +139,11 @@ def untrained_drafter(
     target: PreTrainedModel, *, num_layers: int = 3, block_size: int = 16, seed: int = 0
 ) -> DFlashDraftModel:
     """
-    A drafter with random weights that fits the embedded target: a stand-in until a trained one ships. Its drafts are
-    noise, so it makes decoding slower, never different. The global random state is left as it was.
+    A drafter with random weights that fits a target: a stand-in until a trained one is there. Its drafts are noise, so
+    it makes decoding slower, never different. The global random state is left as it was.
 
     Args:
-        target (`PreTrainedModel`): The embedded target; the drafter gets its sizes, dtype and device.
+        target (`PreTrainedModel`): The drafter gets its sizes, dtype and device.
         num_layers (`int`, *optional*, defaults to 3): Decoder layers of the drafter.
         block_size (`int`, *optional*, defaults to 16): Recorded as the training block size, the anchor included.
         seed (`int`, *optional*, defaults to 0): The same seed gives the same weights on every device.
@@ -150,22 +151,21 @@ def untrained_drafter(
     Returns:
         [`DFlashDraftModel`] in eval mode.
     """
-    size = target.config
+    size = target.config.get_text_config(decoder=True)
+    num_heads, num_target_layers = size.num_attention_heads, num_decoder_layers(target)
     config = DFlashConfig(
-        vocab_size=size.vocab_size,
+        vocab_size=vocab_rows(target),
         hidden_size=size.hidden_size,
-        intermediate_size=size.intermediate_size,
+        intermediate_size=getattr(size, "intermediate_size", None) or 4 * size.hidden_size,
         num_hidden_layers=num_layers,
-        num_attention_heads=size.num_attention_heads,
-        num_key_value_heads=size.num_key_value_heads,
-        head_dim=size.head_dim,
-        rms_norm_eps=size.rms_norm_eps,
-        rope_parameters=dict(size.rope_parameters),
+        num_attention_heads=num_heads,
+        num_key_value_heads=getattr(size, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(size, "head_dim", None) or size.hidden_size // num_heads,
         max_position_embeddings=size.max_position_embeddings,
         layer_types=["full_attention"] * num_layers,
         # Five taps however few layers draft: the published drafters have five of each.
-        target_layer_ids=default_target_layer_ids(size.num_hidden_layers, 5),
-        num_target_layers=size.num_hidden_layers,
+        target_layer_ids=default_target_layer_ids(num_target_layers, 5),
+        num_target_layers=num_target_layers,
         mask_token_id=_MASK_TOKEN_ID,
         block_size=block_size,
         target_name_or_path=size._name_or_path or None,

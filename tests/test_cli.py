@@ -90,10 +90,10 @@ def test_generate_reads_standard_input_and_takes_its_options(run, monkeypatch):
     status, piped, _ = run("generate", "-", *options)
     assert status == 0 and "block size 4 (fixed by the caller)" in piped
     status, given, _ = run("generate", "hello", *options)
-    answer = given.partition("\nblock size")[0]
-    assert status == 0 and piped.partition("\nblock size")[0] == answer
+    answer = given.partition(", block size")[0]
+    assert status == 0 and piped.partition(", block size")[0] == answer != given
     options[-1] = 4
-    assert run("generate", "hello", *options)[1].partition("\nblock size")[0] != answer  # the seed is used
+    assert run("generate", "hello", *options)[1].partition(", block size")[0] != answer  # the seed is used
 
 
 def test_generate_compares_and_says_that_an_untrained_drafter_only_costs(run):

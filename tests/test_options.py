@@ -249,7 +249,7 @@ def test_a_call_without_any_length_ends_where_plain_ends(target):
     assert torch.equal(ours, plain) and ours.shape[1] == 30
 
 
-def test_grad_mode_and_autocast_of_the_caller_do_not_matter(target):
+def test_grad_mode_of_the_caller_does_not_matter(target):
     with torch.enable_grad():
         plain, ours = both_generate(target, PROMPT, pilot=BlockPilot(make_drafter(target)), max_new_tokens=9, **DICT)
     assert torch.equal(ours.sequences, plain.sequences)
