@@ -167,7 +167,8 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
     @torch.no_grad()
     def draft_block(self, anchor_ids: torch.LongTensor) -> DraftBlock:
         """
-        Draft one whole block after the anchor, from all context observed so far.
+        Draft one whole block after the anchor, from all context observed so far. A drafter that has a method
+        `draft_block(anchor_ids, context, *, position, block_size)` of its own drafts by that.
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `(1, 1)`): The last committed token.

@@ -21,18 +21,10 @@ from .decoding import Decoding, reset_user_cache
 from .loading import load_drafter, load_policy, policy_of_drafter
 from .trace import StepRecord
 
-# Meant for finding the recipe, but transformers also hands them to the function it found.
-_RECIPE_KEYWORDS = (
-    "revision",
-    "token",
-    "cache_dir",
-    "local_files_only",
-    "force_download",
-    "proxies",
-    "repo_type",
-    "subfolder",
-    "code_revision",
-)
+# Meant for finding the recipe, but transformers also hands them to the function it found: how to get at a repository,
+# which holds for a policy too, and which one.
+_ACCESS_KEYWORDS = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
+_PLACE_KEYWORDS = ("revision", "repo_type", "subfolder", "code_revision")
 
 
 class BlockPilot:
@@ -48,14 +40,23 @@ class BlockPilot:
         draft_sampling (`bool`, *optional*, defaults to `False`):
             When sampling, draw the drafted tokens instead of taking the drafter's argmax. The output is then
             distributed as the target's, but the same seed does not give plain `generate`'s text.
+        hub_kwargs (`dict`, *optional*):
+            `token`, `cache_dir`, `local_files_only`, `revision`, ... for policies that are named by a string.
     """
 
-    def __init__(self, drafter: Any, policy: Any = None, *, draft_sampling: bool = False, **policy_kwargs: Any):
+    def __init__(
+        self,
+        drafter: Any,
+        policy: Any = None,
+        *,
+        draft_sampling: bool = False,
+        hub_kwargs: dict[str, Any] | None = None,
+    ):
         check_drafter(drafter)
         self.drafter = drafter
         self.draft_sampling = draft_sampling
-        self._policy_kwargs = policy_kwargs
-        self.policy = load_policy(policy, **policy_kwargs) if isinstance(policy, str | os.PathLike) else policy
+        self.hub_kwargs = hub_kwargs or {}
+        self.policy = load_policy(policy, **self.hub_kwargs) if isinstance(policy, str | os.PathLike) else policy
 
     @classmethod
     def from_pretrained(
@@ -86,12 +87,10 @@ class BlockPilot:
         if isinstance(drafter, str | os.PathLike):
             where = {"revision": revision, "subfolder": subfolder} if revision or subfolder else {}
             drafter = load_drafter(drafter, dtype=dtype, **where, **kwargs)
-        shared = {k: v for k, v in kwargs.items() if k in _RECIPE_KEYWORDS}
-        if policy_revision is not None:
-            shared["revision"] = policy_revision
-        if policy_subfolder:
-            shared["subfolder"] = policy_subfolder
-        return cls(drafter, policy, draft_sampling=draft_sampling, **shared)
+        of_policy = {k: v for k, v in kwargs.items() if k in _ACCESS_KEYWORDS}
+        of_policy.update({"revision": policy_revision} if policy_revision else {})
+        of_policy.update({"subfolder": policy_subfolder} if policy_subfolder else {})
+        return cls(drafter, policy, draft_sampling=draft_sampling, hub_kwargs=of_policy)
 
     def generate(
         self,
@@ -193,10 +192,10 @@ class BlockPilot:
     def _resolve_policy(self, policy: Any) -> Any:
         """The policy of a call: given with it, given to the pilot, named by the drafter; `None` or `False` for none."""
         if isinstance(policy, str | os.PathLike):
-            return load_policy(policy, **self._policy_kwargs)
+            return load_policy(policy, **self.hub_kwargs)
         if policy is None:
             policy = self.policy
-        return policy_of_drafter(self.drafter, **self._policy_kwargs) if policy is None else policy
+        return policy_of_drafter(self.drafter, **self.hub_kwargs) if policy is None else policy
 
 
 def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
@@ -217,16 +216,17 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     """
     if kwargs.get("custom_generate") is not None or "assistant_model" not in kwargs:
         return type(model).generate(model, *args, **kwargs)
-    where = {key: kwargs.pop(key) for key in _RECIPE_KEYWORDS if key in kwargs}
+    hub_kwargs = {key: kwargs.pop(key) for key in _ACCESS_KEYWORDS if key in kwargs}
+    for key in _PLACE_KEYWORDS:
+        kwargs.pop(key, None)
     drafter = kwargs.pop("assistant_model")
     if drafter is None:
         raise ValueError(
             "`assistant_model` is missing. Pass a DFlash drafter: `generate(assistant_model=drafter, ...)`."
         )
-    for name in ("revision", "repo_type", "subfolder", "code_revision"):  # of the recipe, not of the policy
-        where.pop(name, None)
     policy, draft_sampling = kwargs.pop("policy", None), kwargs.pop("draft_sampling", False)
-    return BlockPilot(drafter, policy, draft_sampling=draft_sampling, **where).generate(model, *args, **kwargs)
+    pilot = BlockPilot(drafter, policy, draft_sampling=draft_sampling, hub_kwargs=hub_kwargs)
+    return pilot.generate(model, *args, **kwargs)
 
 
 def _decode_row(
