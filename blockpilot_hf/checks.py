@@ -66,6 +66,7 @@ def check_call(model: Any, generation_config: GenerationConfig, model_kwargs: di
         )
     _check_cache(model, generation_config, model_kwargs.get("cache"))
     _check_quantization(model)
+    _check_selection(model, generation_config)
     if batch_size > 1:
         _check_batch(generation_config, model_kwargs)
 
@@ -93,6 +94,17 @@ def _check_quantization(model: Any) -> None:
                 f"`{name}` of the target is dynamically quantised to int8: its activations are scaled over the whole "
                 "pass, so a block would not give what single tokens give. Use weight-only quantisation."
             )
+
+
+def _check_selection(model: Any, generation_config: GenerationConfig) -> None:
+    """Attention to the k best keys breaks exact ties, which repeated tokens make, by the width of the pass."""
+    window = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
+    if window is not None and generation_config.max_length > window:
+        raise ValueError(
+            f"Beyond {window} tokens (`keep_window_size`) {type(model).__name__} attends to the best keys only, and "
+            f"ties among them fall differently in a wider pass. Keep the sequence to {window} tokens (got `max_length` "
+            f"{generation_config.max_length}), or use plain `generate`."
+        )
 
 
 def _no_cache(model: Any) -> ValueError:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make_drafter, make_prompt, make_target, pilot_generate, plain_generate, scripted_pilot
 from torch import nn
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from blockpilot_hf import BlockPilot, BlockPilotConfig, BlockPilotPolicy
@@ -104,7 +104,7 @@ def test_calls_that_cannot_be_exact_are_errors(target, fields, kwargs, message):
 def test_stateful_and_encoder_decoder_targets_are_errors():
     good = {"cache": DynamicCache()}
     model = nn.Linear(1, 1)
-    model.config = types.SimpleNamespace(is_encoder_decoder=False)
+    model.config = PreTrainedConfig()
     check_call(model, generation_config(), good, 1)
     model._is_stateful = True
     with pytest.raises(ValueError, match="recurrent state"):

@@ -372,3 +372,14 @@ def test_a_family_that_switches_its_cache_off_says_how_to_switch_it_on():
         pilot.generate(target, PROMPT, max_new_tokens=4)
     plain = target.generate(PROMPT, max_new_tokens=10)
     assert torch.equal(pilot_generate(pilot, target, PROMPT, max_new_tokens=10, use_cache=True), plain)
+
+
+def test_a_family_that_keeps_the_best_keys_only_is_refused_beyond_where_it_keeps_all():
+    fields = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = hf.DogeForCausalLM(hf.DogeConfig(**fields, keep_window_size=24, initializer_range=0.2)).eval()
+    plain, ours = both_generate(target, PROMPT, accuracy=0.5, max_new_tokens=13, do_sample=False)
+    assert torch.equal(ours, plain)
+    with pytest.raises(ValueError, match="keep_window_size"):
+        both_generate(target, PROMPT, accuracy=0.5, max_new_tokens=14, do_sample=False)

@@ -63,6 +63,7 @@ FIRST = [0.0, 5.0, 1.0, 2.0]
         ([3.0, 3.0, 0.0, 0.0], [2.99, 3.0, 0.0, 0.0], True),  # an exact tie
         ([3.0, 2.9, 0.0, 0.0], [2.98, 2.97, 0.0, 0.0], False),  # the change 0.07 does not cover the gap 0.1
         ([3.0, 2.0, 0.0, 0.0], [2.0, 3.0, 0.0, 0.0], True),  # as large a change as the gap
+        ([3.0, 2.99, 2.99, 2.99], [2.98, 3.0, 2.99, 2.99], True),  # second best together with others
         ([3.0, 2.0, 2.5, 0.0], [2.0, 3.0, 2.5, 0.0], False),  # the other token was not the second best
         ([3.0, 2.99, -torch.inf, 0.0], [2.98, 3.0, -torch.inf, 0.0], True),  # filtered tokens have no change
     ],
