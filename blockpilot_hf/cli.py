@@ -39,7 +39,7 @@ Policy = Annotated[str | None, typer.Option(help="Policy: folder or Hub id. Defa
 Dtype = Annotated[
     str,
     typer.Option(
-        help=f"Of the target: {', '.join(_DTYPES)}, or 'auto': bfloat16 where the processor has instructions for it, "
+        help=f"Dtype of the target: {', '.join(_DTYPES)}, or 'auto': bfloat16 where the processor has instructions for it, "
         "else float32."
     ),
 ]
@@ -99,10 +99,12 @@ def generate(
     if compare:
         result = compare_prompt(model, pilot, input_ids, [block_size], seed=seed, on_plain=follow, **settings)[0]
         plain_speed = result.num_new_tokens / result.plain_s
-        print(f"plain generate: {plain_speed:.1f} tokens/s, this took {result.ours_s / result.plain_s:.2f} of its time")
+        print(
+            f"plain generate: {plain_speed:.1f} tokens/s, this took {result.ours_s / result.plain_s:.2f} times as long"
+        )
         print(f"compared: {_verdict(result)}")
     if drafter == "untrained":
-        print("The drafter is untrained: its tokens are seldom accepted, and drafting only costs time.")
+        print("The drafter is untrained: its tokens are almost never accepted, and drafting only costs time.")
 
 
 @app.command()
@@ -120,7 +122,8 @@ def verify(
     seed: Seed = 0,
     dtype: Dtype = "float32",
     output: Annotated[
-        Path | None, typer.Option(help="Write results as JSON lines as they come; a second call goes on there.")
+        Path | None,
+        typer.Option(help="Write results as JSON lines as they come; a second call with the same settings goes on."),
     ] = None,
 ) -> None:
     """Compare with plain generate, prompt by prompt. Ends with status 1 if rounding does not explain a difference."""
@@ -201,7 +204,7 @@ def _verdict(result: Comparison) -> str:
 def _load_target(target: str | None, dtype: str) -> tuple[Any, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype not in (*_DTYPES, "auto"):
-        raise ValueError(f"`--dtype` must be one of {[*_DTYPES, 'auto']}, got {dtype!r}.")
+        raise ValueError(f"`--dtype` must be one of {', '.join((*_DTYPES, 'auto'))}, got {dtype!r}.")
     torch_dtype = native_dtype(device) if dtype == "auto" else _DTYPES[dtype]
     if target is None:
         try:
