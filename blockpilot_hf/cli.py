@@ -39,8 +39,8 @@ Policy = Annotated[str | None, typer.Option(help="Policy: folder or Hub id. Defa
 Dtype = Annotated[
     str,
     typer.Option(
-        help=f"Dtype of the target: {', '.join(_DTYPES)}, or 'auto': bfloat16 where the processor has instructions for it, "
-        "else float32."
+        help=f"Dtype of the target: {', '.join(_DTYPES)}, or 'auto': bfloat16 where the processor has instructions for "
+        "it, else float32."
     ),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
