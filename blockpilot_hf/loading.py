@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModel, PreTrainedConfig
 from transformers.utils import logging
 
@@ -15,6 +16,8 @@ from .modeling_blockpilot import BlockPilotPolicy
 from .modeling_dflash import DFlashDraftModel
 
 logger = logging.get_logger(__name__)
+
+EMBEDDED_DRAFTER_NAME = "SmolLM2-135M-Instruct-DFlash-b8"
 
 
 def load_drafter(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:
@@ -34,6 +37,54 @@ def load_drafter(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:
     drafter = (DFlashDraftModel if is_ours else AutoModel).from_pretrained(name_or_path, **kwargs)
     check_drafter(drafter)
     return drafter.eval()
+
+
+def load_embedded_drafter(*, dtype: Any = "auto", **kwargs: Any) -> Any:
+    """
+    The drafter that comes with this package, for its embedded target. Its config names the policy that belongs to it.
+
+    Args:
+        dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`):
+            The file holds bfloat16; by default the drafter runs in the dtype that suits its device
+            ([`native_dtype`]), which is also that of the embedded target.
+        kwargs: As `from_pretrained` takes them: `device_map`, `attn_implementation`, ...
+
+    Raises:
+        `FileNotFoundError`: if this copy of the package came without it.
+    """
+    drafter = load_drafter(embedded_drafter_dir(), dtype=dtype, **kwargs)
+    return drafter.to(native_dtype(drafter.device)) if dtype == "auto" else drafter
+
+
+def embedded_drafter_dir() -> Path:
+    """
+    The folder of the drafter that comes with this package: within it when it is installed, beside it in a checkout.
+
+    Raises:
+        `FileNotFoundError`: if there is none, as where the code alone was copied.
+    """
+    package = Path(__file__).parent
+    places = [folder / "hub_cards" / EMBEDDED_DRAFTER_NAME for folder in (package, package.parent)]
+    for place in places:
+        if all((place / name).is_file() for name in ("config.json", "model.safetensors")):
+            return place
+    raise FileNotFoundError(
+        f"The embedded drafter is not there: no `config.json` and `model.safetensors` in {places[0]} or {places[1]}. "
+        "Install blockpilot-hf from its wheel or a whole checkout, or pass a drafter of your own."
+    )
+
+
+def native_dtype(device: str | torch.device = "cpu") -> torch.dtype:
+    """
+    The dtype to run in: bfloat16, except on processors without instructions for it. There a wide pass in bfloat16 takes
+    several times as long as in float32, so a block would cost more than the tokens that it saves.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16
+    # Not in every torch; a processor that nothing is known of gets float32, which is quick enough everywhere.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    has_bfloat16 = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 def load_policy(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """The embedded target: whole or absent in the cache, whatever happens while it is made; and a model that answers."""
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -9,13 +10,16 @@ import subprocess
 import sys
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import modeling_gguf_pytorch_utils as gguf_reader
+from transformers.utils import logging
 
-from blockpilot_hf import embedded
+from blockpilot_hf import custom_generate_dir, embedded
+from blockpilot_hf.packing import PackedLinear
 
 _GGUF_BYTES = b"GGUF, as far as these tests look" * 100
 needs_fork = pytest.mark.skipif(
@@ -25,13 +29,13 @@ needs_fork = pytest.mark.skipif(
 
 @pytest.fixture(scope="session")
 def embedded_pair():
-    return embedded.load_embedded_target()
+    return embedded.load_embedded_target(dtype=torch.bfloat16)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache, and a converter that writes the files' names only. The network is out of reach."""
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(embedded, "_GGUF_SHA256", hashlib.sha256(_GGUF_BYTES).hexdigest())
     monkeypatch.setattr(embedded, "_convert", _write_files)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("the test reached for the network"))
@@ -222,11 +226,35 @@ def test_second_process_waits_and_uses_the_result_of_the_first(cache, wheel, mon
     assert embedded._is_whole(folder)
 
 
-def test_hf_home_moves_the_cache(tmp_path):
-    code = "from blockpilot_hf.embedded import _cache_dir; print(_cache_dir())"
-    env = {**os.environ, "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(tmp_path / "blockpilot")
+def test_target_lies_beside_the_recipe(cache, wheel):
+    """Both are told by `HF_HOME` as it is now."""
+    assert embedded.embedded_target_dir().parent == Path(custom_generate_dir()).parent == cache
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_conversion_shows_no_bars_and_leaves_them_as_they_were(cache, wheel, monkeypatch, capsys, fails):
+    seen = []
+
+    def hook(factory, args, kwargs):
+        seen.append("a bar by the user's hook")
+        return factory(*args, **kwargs)
+
+    def convert(gguf, folder):
+        assert list(gguf_reader.tqdm([1, 2], desc="Converting and de-quantizing GGUF tensors...")) == [1, 2]
+        assert list(logging.tqdm([3], desc="Loading weights")) == [3]
+        if fails:
+            raise OSError("disk full")
+        _write_files(gguf, folder)
+
+    monkeypatch.setattr(embedded, "_convert", convert)
+    bar, before = gguf_reader.tqdm, logging.set_tqdm_hook(hook)
+    try:
+        with contextlib.suppress(OSError):
+            embedded.embedded_target_dir(verbose=False)
+        assert capsys.readouterr() == ("", "") and seen == []
+        assert gguf_reader.tqdm is bar
+    finally:
+        assert logging.set_tqdm_hook(before) is hook
 
 
 def _tiny_target(dtype=torch.float32):
@@ -314,3 +342,28 @@ def test_mask_token_never_comes_from_chat_text(embedded_pair):
 def test_bfloat16_is_native_only_where_the_processor_says_so(monkeypatch, capabilities, device, expected):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert embedded.native_dtype(device) == expected
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch cannot pack weights")
+@pytest.mark.parametrize(
+    ("capabilities", "given", "dtype", "is_packed"),
+    [
+        ({"avx2": True}, {}, torch.float32, True),
+        ({"avx2": True}, {"pack": False}, torch.float32, False),
+        ({"avx2": True}, {"device": "meta"}, torch.bfloat16, False),
+        ({"avx512_bf16": True}, {}, torch.bfloat16, False),
+        ({"avx512_bf16": True}, {"pack": True}, torch.bfloat16, False),
+        ({"avx512_bf16": True}, {"dtype": torch.float32}, torch.float32, True),
+    ],
+)
+def test_target_is_loaded_in_the_dtype_that_suits_and_packed_where_it_pays(
+    monkeypatch, tmp_path, capabilities, given, dtype, is_packed
+):
+    _tiny_target(torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(embedded, "embedded_target_dir", lambda: tmp_path)
+    monkeypatch.setattr(embedded.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: None)
+    target, _ = embedded.load_embedded_target(**given)
+    assert target.dtype == dtype and not target.training
+    assert isinstance(target.lm_head, PackedLinear) is is_packed

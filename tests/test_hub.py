@@ -56,6 +56,16 @@ def test_home_may_be_given_with_a_tilde(tmp_path, monkeypatch):
     assert not Path(tmp_path, "~").exists()
 
 
+def test_without_the_variable_the_folder_lies_where_the_library_keeps_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HOME", str(tmp_path / "constant"))
+    for unset in (lambda: monkeypatch.delenv("HF_HOME", raising=False), lambda: monkeypatch.setenv("HF_HOME", "")):
+        unset()
+        assert hub.blockpilot_cache_dir() == tmp_path / "constant" / "blockpilot"
+    monkeypatch.setenv("SOMEWHERE", str(tmp_path / "variable"))
+    monkeypatch.setenv("HF_HOME", "$SOMEWHERE/hf")
+    assert hub.blockpilot_cache_dir() == tmp_path / "variable" / "hf" / "blockpilot"
+
+
 def test_other_code_gets_another_folder(home, tmp_path, monkeypatch):
     first = custom_generate_dir()
     copy = tmp_path / "blockpilot_hf"

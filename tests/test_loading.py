@@ -1,15 +1,18 @@
 """Drafters and policies from folders: which class loads them, what is passed on, and when a policy is read again."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from conftest import constant_policy, make_drafter, make_prompt, plain_generate, save_zlab
+from conftest import constant_policy, make_drafter, make_prompt, plain_generate, save_embedded_pair, save_zlab
+from torch import nn
 from transformers import AutoModel
 
 from blockpilot_hf import BlockPilot, BlockPilotPolicy, DFlashDraftModel, loading
 from blockpilot_hf.generate import generate
 from blockpilot_hf.loading import load_drafter, load_policy, policy_of_drafter
+from blockpilot_hf.packing import PackedLinear
 
 PROMPT = make_prompt(10)
 
@@ -171,6 +174,83 @@ def test_objects_are_taken_as_they_are(drafter):
     pilot = BlockPilot.from_pretrained(drafter, policy)
     assert pilot.drafter is drafter and pilot.policy is policy
     assert BlockPilot.from_pretrained(drafter, False).policy is False
+
+
+# The embedded drafter
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An empty folder in place of this package's, for what lies in it and beside it."""
+    monkeypatch.setattr(loading, "__file__", str(tmp_path / "site" / "blockpilot_hf" / "loading.py"))
+    return tmp_path / "site" / "blockpilot_hf"
+
+
+@pytest.mark.parametrize("place", ["within", "beside"])
+def test_pilot_without_a_drafter_is_the_embedded_one_with_its_policy(package, target, place):
+    save_embedded_pair((package if place == "within" else package.parent) / "hub_cards", block_size=3)
+    pilot = BlockPilot.from_pretrained()
+    output = pilot.generate(target, PROMPT, max_new_tokens=8, return_dict_in_generate=True)
+    assert type(pilot.drafter) is DFlashDraftModel and not pilot.drafter.training
+    assert output.blockpilot.block_size == 3 and output.blockpilot.scores is not None
+    assert torch.equal(output.sequences, plain_generate(target, PROMPT, max_new_tokens=8))
+    without = BlockPilot.from_pretrained(policy=False)
+    output = without.generate(target, PROMPT, max_new_tokens=8, return_dict_in_generate=True)
+    assert output.blockpilot.block_size == without.drafter.config.block_size == 8
+
+
+def test_embedded_drafter_within_the_package_goes_before_the_one_beside_it(package):
+    beside, _ = save_embedded_pair(package.parent / "hub_cards")
+    assert loading.embedded_drafter_dir() == beside
+    within, _ = save_embedded_pair(package / "hub_cards")
+    assert loading.embedded_drafter_dir() == within
+    (within / "model.safetensors").unlink()  # a card alone is no drafter
+    assert loading.embedded_drafter_dir() == beside
+
+
+def test_without_the_embedded_drafter_the_error_tells_where_it_was_looked_for(package, target, drafter):
+    with pytest.raises(FileNotFoundError, match=r"The embedded drafter is not there.*or pass a drafter") as info:
+        BlockPilot.from_pretrained()
+    for place in (package, package.parent):
+        assert str(place / "hub_cards" / loading.EMBEDDED_DRAFTER_NAME) in str(info.value)
+    assert BlockPilot.from_pretrained(drafter).drafter is drafter
+
+
+def test_without_the_embedded_policy_the_error_tells_the_way_out(package, target):
+    _, policy = save_embedded_pair(package / "hub_cards")
+    shutil.rmtree(policy)
+    with pytest.raises(OSError, match=r"(?s)names the policy '../SmolLM2.*cannot be loaded.*policy=False"):
+        BlockPilot.from_pretrained().generate(target, PROMPT, max_new_tokens=2)
+    BlockPilot.from_pretrained(policy=False).generate(target, PROMPT, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "given", "dtype", "is_packed"),
+    [
+        ({"avx2": True}, {}, torch.float32, True),
+        ({"avx2": True}, {"pack": False}, torch.float32, False),
+        ({"avx512_bf16": True}, {}, torch.bfloat16, False),
+        ({"avx512_bf16": True}, {"dtype": torch.float32}, torch.float32, True),
+        ({"avx2": True}, {"dtype": torch.bfloat16}, torch.bfloat16, False),
+    ],
+)
+def test_embedded_drafter_runs_in_what_suits_the_processor(package, monkeypatch, capabilities, given, dtype, is_packed):
+    folder, _ = save_embedded_pair(package / "hub_cards")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    drafter = BlockPilot.from_pretrained(**given).drafter
+    assert drafter.dtype == dtype
+    assert isinstance(drafter.fc, PackedLinear) is (is_packed and torch.backends.mkldnn.is_available())
+    expected = DFlashDraftModel.from_pretrained(folder, dtype=dtype)
+    assert same_weights(drafter, expected) and same_weights(drafter.to(torch.float32), expected.to(torch.float32))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch cannot pack weights")
+def test_other_drafters_are_packed_when_it_is_asked_for(target, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path)
+    for drafter in (tmp_path, make_drafter(target)):
+        assert type(BlockPilot.from_pretrained(drafter).drafter.fc) is nn.Linear
+        assert type(BlockPilot.from_pretrained(drafter, pack=True).drafter.fc) is PackedLinear
 
 
 # Policies

@@ -304,7 +304,7 @@ def untouched(target):
         ({"prefill_chunk_size": 4}, "prefill_chunk_size"),
         ({"use_cache": False}, "use_cache=False"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-        ({"assistant_model": object()}, "assistant_model"),
+        ({"assistant_model": "a drafter"}, "assistant_model"),
         ({"custom_generate": "somewhere"}, "custom_generate"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"block_size": 0}, "`block_size` must be an integer >= 1, got 0"),
