@@ -199,7 +199,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
 
     def _noise_embeds(self, anchor_ids: torch.LongTensor, width: int) -> torch.Tensor:
         mask_ids = anchor_ids.new_full((anchor_ids.shape[0], width - 1), self.drafter.config.mask_token_id)
-        embeds = _raw_embedding(self.target.get_input_embeddings(), torch.cat([anchor_ids, mask_ids], dim=-1))
+        embeds = raw_embedding(self.target.get_input_embeddings(), torch.cat([anchor_ids, mask_ids], dim=-1))
         return embeds.to(self._device, self._dtype) * getattr(self.drafter.config, "input_embedding_scale", 1.0)
 
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ def _draft_sampling(config: GenerationConfig) -> DraftSampling | None:
     )
 
 
-def _raw_embedding(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
+def raw_embedding(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
     """Rows of the embedding table. Subclasses that scale or normalise them do so for the target, not for a drafter."""
     weight = getattr(embedding, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.is_meta:

@@ -1,0 +1,141 @@
+"""Texts that a target wrote: prompt and answer ids, read from files, and split by prompt. Knows no models."""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the target's own answer to it, as ids. `prompt_ids` are those that `generate` was given."""
+
+    id: str
+    category: str
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.answer_ids
+
+    @property
+    def prompt_hash(self) -> str:
+        """Hex SHA-256 of the prompt's ids: one prompt under two names is still one prompt."""
+        return hashlib.sha256(" ".join(map(str, self.prompt_ids)).encode()).hexdigest()
+
+
+def read_texts(path: str | Path) -> list[Text]:
+    """
+    Texts of a `.jsonl` or `.jsonl.gz` file with `prompt_ids`, `answer_ids` and optionally `id` and `category` per line.
+
+    Answers of fewer than two tokens are left out: nothing can be drafted in them.
+
+    Raises:
+        `ValueError`: for a line that is no such object, with its number; for a file without texts, or cut off.
+    """
+    path = Path(path)
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            texts = [_parse(line, f"{path}:{number}", number) for number, line in enumerate(lines, 1) if line.strip()]
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is cut off or damaged ({error}). Copy it again.") from error
+    texts = [text for text in texts if len(text.answer_ids) > 1]
+    if not texts:
+        raise ValueError(f"{path} holds no text with an answer. Expected lines with `prompt_ids` and `answer_ids`.")
+    return texts
+
+
+def _parse(line: str, where: str, number: int) -> Text:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON ({error}). Expected one object per line.") from error
+    ids: list[Any] = [entry.get(key) if isinstance(entry, dict) else None for key in ("prompt_ids", "answer_ids")]
+    if not all(_are_ids(part) for part in ids) or not ids[0]:
+        raise ValueError(f"{where} is not a text. Expected `prompt_ids` and `answer_ids`, lists of token ids.")
+    return Text(
+        id=str(entry.get("id", f"line-{number}")),
+        category=str(entry.get("category") or "all"),
+        prompt_ids=tuple(ids[0]),
+        answer_ids=tuple(ids[1]),
+    )
+
+
+def _are_ids(part: Any) -> bool:
+    return isinstance(part, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in part)
+
+
+def check_texts(texts: list[Text], *, vocab_size: int, max_length: int) -> None:
+    """
+    Args:
+        vocab_size (`int`): Tokens of the target.
+        max_length (`int`): Positions of the target.
+
+    Raises:
+        `ValueError`: naming the first text with an id that the target does not have, or with too many tokens.
+    """
+    for text in texts:
+        if max(text.ids) >= vocab_size:
+            raise ValueError(
+                f"Text {text.id!r} holds the token id {max(text.ids)}, the target has 0 to {vocab_size - 1}. Texts "
+                "must be in the ids of the target's own tokenizer."
+            )
+    too_long = [text for text in texts if len(text.ids) > max_length]
+    if too_long:
+        raise ValueError(
+            f"Text {too_long[0].id!r} has {len(too_long[0].ids)} tokens, the target takes {max_length} "
+            f"({len(too_long)} of {len(texts)} texts are too long). Shorten them or leave them out."
+        )
+
+
+def split_by_prompt(texts: list[Text], per_category: int) -> tuple[list[Text], list[Text]]:
+    """
+    Texts to train on and texts to validate on, by the prompts' hashes: the same prompts are held out whatever the order
+    of the file, and no prompt is on both sides.
+
+    Args:
+        per_category (`int`): Prompts of each category that are held out, at most a fifth of the category.
+
+    Returns:
+        `tuple(list[Text], list[Text])`: both in the order of `texts`.
+
+    Raises:
+        `ValueError`: for a negative number.
+    """
+    if per_category < 0:
+        raise ValueError(f"`per_category` must be an integer >= 0, got {per_category}.")
+    prompts: dict[str, list[str]] = defaultdict(list)
+    for category, prompt in sorted({(text.category, text.prompt_hash) for text in texts}):
+        prompts[category].append(prompt)  # sorted by hash
+    held_out = {prompt for group in prompts.values() for prompt in group[: min(per_category, len(group) // 5)]}
+    return (
+        [text for text in texts if text.prompt_hash not in held_out],
+        [text for text in texts if text.prompt_hash in held_out],
+    )
+
+
+def spread(texts: list[Text], limit: int) -> list[Text]:
+    """`limit` texts at most, a like share of every category, sorted by category and prompt hash."""
+    ordered = sorted(texts, key=lambda text: (text.category, text.prompt_hash))
+    count = min(limit, len(ordered))
+    return [ordered[i * len(ordered) // count] for i in range(count)]
+
+
+def first_of_each_category(texts: list[Text], count: int) -> list[Text]:
+    """The first `count` texts of each category, in the order of `texts`."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for text in texts:
+        if seen[text.category] < count:
+            seen[text.category] += 1
+            kept.append(text)
+    return kept
+
+
+__all__ = ["Text", "check_texts", "first_of_each_category", "read_texts", "split_by_prompt", "spread"]
