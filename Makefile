@@ -1,11 +1,11 @@
 # Every target sets itself up: a virtual environment in $(VENV), renewed when pyproject.toml changes.
 #   make run | test | lint | clean
-# Variables: PYTHON (3.10 or newer), VENV, TORCH (what to give pip for torch, options included), PYTEST_ARGS.
+# Variables: PYTHON (3.10 or newer), VENV, TORCH (what to give pip for torch, options included), PYTEST_ARGS, RUN_ARGS.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-PROMPT ?= A train leaves at 3 pm and travels 120 km at 60 km/h. When does it arrive?
+RUN_ARGS ?= --samples --compare --repeats 3 --json
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -17,7 +17,7 @@ help:
 	@sed -n '1,3s/^# *//p' Makefile
 
 run: $(VENV)/.installed
-	$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 48 --block-size 4 --compare
+	$(BIN)/blockpilot generate $(RUN_ARGS) </dev/null
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

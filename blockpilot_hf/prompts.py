@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ class Prompt:
     category: str = ""
 
 
+def sample_prompts() -> list[Prompt]:
+    """The three prompts that come with the package: maths, code and translation."""
+    return read_prompts(Path(__file__).with_name("sample_prompts.jsonl"))
+
+
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """
     Prompts of a file: `.jsonl` with `turns` (a list) or `prompt` (a string), and optionally `id` and `category`; any
@@ -28,12 +34,17 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         limit (`int`, *optional*): That many prompts, spread evenly over the file, so that every part of it occurs.
 
     Raises:
-        `ValueError`: for a line without a prompt, with its number; for two prompts of one id; for a file without any.
+        `ValueError`: for a line without a prompt, with its number; for two prompts of one id; for a file without any;
+            for a file that is not UTF-8.
     """
     path = Path(path)
     prompts: list[Prompt] = []
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Convert it.") from error
     # Not `splitlines`: it also splits at characters that JSON strings may hold, such as U+2028.
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             prompts.append(
                 _parse(line, f"{path}:{number}", number) if path.suffix == ".jsonl" else _plain(line, number)
@@ -70,21 +81,39 @@ def _parse(line: str, where: str, number: int) -> Prompt:
     )
 
 
-def encode_prompt(tokenizer: Any, text: str, system: str | None = None) -> torch.LongTensor:
+def encode_prompt(
+    tokenizer: Any, text: str, system: str | None = None, history: Sequence[tuple[str, str]] = ()
+) -> torch.LongTensor:
     """
-    Ids of a user message `(1, length)`, in the tokenizer's chat template with the generation prompt where it has one.
+    Ids of a user message `(1, length)`, in the tokenizer's chat template with the generation prompt where it has one;
+    else messages and answers are joined by blank lines.
+
+    Args:
+        text (`str`): The message.
+        system (`str`, *optional*): System message; without it the template's own default holds.
+        history (`Sequence[tuple[str, str]]`, *optional*): Earlier messages of the user, each with the answer to it.
 
     Raises:
-        `ValueError`: for a prompt without tokens.
+        `ValueError`: for a prompt without tokens, and for messages that the chat template refuses.
     """
     if getattr(tokenizer, "chat_template", None):
+        from jinja2 import TemplateError
+
         messages = [{"role": "system", "content": system}] if system else []
+        for question, answer in history:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": text})
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"The tokenizer's chat template refuses messages of the roles {roles}: {error}") from error
     else:
-        ids = tokenizer(f"{system}\n\n{text}" if system else text, return_tensors="pt").input_ids
+        parts = [system] if system else []
+        parts += [part for pair in history for part in pair]
+        ids = tokenizer("\n\n".join([*parts, text]), return_tensors="pt").input_ids
     if ids.shape[1] == 0:
         raise ValueError(f"The prompt {text!r} has no tokens. Pass some text.")
     return ids

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from jinja2 import TemplateError
 
-from blockpilot_hf.prompts import Prompt, encode_prompt, read_prompts
+from blockpilot_hf.prompts import Prompt, encode_prompt, read_prompts, sample_prompts
 
 
 def write(path, *entries):
@@ -105,3 +106,37 @@ def test_a_chat_template_is_used_where_there_is_one():
 def test_a_prompt_without_tokens_is_refused():
     with pytest.raises(ValueError, match="no tokens"):
         encode_prompt(FakeTokenizer(), "")
+
+
+def test_earlier_turns_come_before_the_message():
+    history = [("one", "two"), ("three", "four")]
+    assert text_of(encode_prompt(FakeTokenizer("t"), "five", system="s", history=history)) == (
+        "<system>s<user>one<assistant>two<user>three<assistant>four<user>five<assistant>"
+    )
+    assert text_of(encode_prompt(FakeTokenizer(), "five", system="s", history=history[:1])) == "s\n\none\n\ntwo\n\nfive"
+
+
+def test_a_message_that_the_template_refuses_is_told():
+    class Refusing(FakeTokenizer):
+        def apply_chat_template(self, messages, **kwargs):
+            if messages[0]["role"] == "system":
+                raise TemplateError("System role not supported")
+            return super().apply_chat_template(messages, **kwargs)
+
+    with pytest.raises(ValueError, match="refuses messages of the roles system, user: System role not supported"):
+        encode_prompt(Refusing("t"), "hi", system="be brief")
+    assert text_of(encode_prompt(Refusing("t"), "hi")) == "<user>hi<assistant>"
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text \(.* at byte 3\)"):
+        read_prompts(file)
+    file.write_text("café", encoding="utf-8")
+    assert read_prompts(file)[0].turns == ("café",)
+
+
+def test_the_samples_are_one_of_each_kind():
+    assert [prompt.category for prompt in sample_prompts()] == ["maths", "code", "translation"]
+    assert all(len(prompt.turns) == 1 for prompt in sample_prompts())

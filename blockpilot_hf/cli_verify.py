@@ -1,0 +1,174 @@
+"""`blockpilot verify`: is the output plain `generate`'s own? Prompt by prompt, for several block sizes."""
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .cli_common import (
+    EMBEDDED,
+    Drafter,
+    Dtype,
+    Limit,
+    NewTokens,
+    Packing,
+    Policy,
+    Seed,
+    Target,
+    Temperature,
+    check_names,
+    load_pilot,
+    load_target,
+    progress_bar,
+    sampling_settings,
+)
+from .cli_console import Screen
+from .display import counted, identity_words
+from .parity import Comparison, compare_prompt
+from .prompts import Prompt, encode_prompt, read_prompts
+
+Results = dict[tuple[str, int | None], Comparison]
+
+
+def verify(
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Prompts: .jsonl with `prompt` or `turns`, of which the first is taken, or one per line.",
+        ),
+    ],
+    block_sizes: Annotated[
+        str, typer.Option(help="Comma-separated sizes; 'policy' lets the policy choose.")
+    ] = "1,2,3,4,6,8,policy",
+    target: Target = None,
+    drafter: Drafter = None,
+    policy: Policy = None,
+    limit: Limit = None,
+    max_new_tokens: NewTokens = 64,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    pack: Packing = True,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write results as JSON lines as they come; a second call with the same settings goes on."),
+    ] = None,
+) -> None:
+    """Compare with plain generate, prompt by prompt. Ends with status 1 if rounding does not explain a difference."""
+    check_names(target, drafter, policy, dtype)
+    sizes = list(dict.fromkeys(_block_size(size.strip()) for size in block_sizes.split(",")))
+    chosen = read_prompts(prompts, limit)
+    settings = {**sampling_settings(temperature), "max_new_tokens": max_new_tokens}
+    run = {
+        "prompts": prompts.name,
+        "target": target,
+        "drafter": drafter or EMBEDDED,
+        "policy": policy,
+        "dtype": dtype,
+        "pack": pack,
+        "seed": seed,
+        **settings,
+    }
+    known = _read_results(output, run) if output else {}
+    pending = [prompt for prompt in chosen if any((prompt.id, size) not in known for size in sizes)]
+    if pending:
+        model, tokenizer = load_target(target, dtype, pack=pack)
+        pilot = load_pilot(drafter, policy, model, pack=pack)
+        for prompt in progress_bar(pending, "prompts"):
+            ids = encode_prompt(tokenizer, prompt.turns[0]).to(model.device)
+            for result in compare_prompt(
+                model, pilot, ids, sizes, seed=seed, on_plain=getattr(pilot.drafter, "follow", None), **settings
+            ):
+                known[prompt.id, result.block_size] = result
+                if output:
+                    _append_line(
+                        output, {"run": run, "prompt": prompt.id, "category": prompt.category, **asdict(result)}
+                    )
+    _show_results(Screen(), chosen, sizes, known)
+    raise typer.Exit(0 if all(known[prompt.id, size].explained for prompt in chosen for size in sizes) else 1)
+
+
+def _show_results(screen: Screen, prompts: list[Prompt], sizes: list[int | None], known: Results) -> None:
+    rows = []
+    for size in sizes:
+        results = [known[prompt.id, size] for prompt in prompts]
+        different = [r for r in results if r.first_difference is not None]
+        gaps = [r.gap for r in different if r.gap is not None]
+        rows.append(
+            [
+                "policy" if size is None else str(size),
+                f"{len(results) - len(different)} / {len(results)}",
+                str(sum(r.explained for r in different)),
+                str(sum(not r.explained for r in different)),
+                f"{max(gaps):.4f}" if gaps else "-",
+                f"{sum(r.acceptance_length for r in results) / len(results):.2f}",
+            ]
+        )
+    header = ["block size", "identical", "explained", "unexplained", "largest gap", "tau"]
+    screen.table("against plain generate", header, rows)
+    screen.line("tau: tokens committed per verification step, mean over a prompt's steps, then over prompts")
+    if None in sizes:
+        used = Counter(known[prompt.id, None].used_block_size for prompt in prompts)
+        chosen = ", ".join(f"{size} for {counted(used[size], 'prompt')}" for size in sorted(used))
+        screen.line(f"policy: block size {chosen}")
+    if any(len(prompt.turns) > 1 for prompt in prompts):
+        screen.line("prompts of several turns: the first turn was compared")
+    for prompt in prompts:
+        for size in sizes:
+            result = known[prompt.id, size]
+            if result.first_difference is not None:
+                named = "policy" if size is None else size
+                screen.line(f"{prompt.id}, block size {named}: {_verdict(result)}")
+    results = [known[prompt.id, size] for prompt in prompts for size in sizes]
+    identical = sum(r.first_difference is None for r in results)
+    unexplained = sum(not r.explained for r in results)
+    screen.line(f"identical {identical} / {len(results)}, unexplained {unexplained}")
+
+
+def _verdict(result: Comparison) -> str:
+    words = identity_words(result.first_difference, result.gap)
+    if result.gap is None or result.change is None:
+        return f"{words}: not explained"
+    kind = "a near-tie" if result.explained else "not explained"
+    return f"{words}: {kind} (largest change of a score by width {result.change:.4f})"
+
+
+def _block_size(text: str) -> int | None:
+    """`None` lets the policy choose."""
+    if text == "policy":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"`--block-sizes` takes integers >= 1 and 'policy', separated by commas, got {text!r}.")
+    return int(text)
+
+
+def _append_line(path: Path, entry: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":  # a line cut off by a kill stays a line of its own
+                file.write(b"\n")
+        file.write((json.dumps(entry) + "\n").encode())
+
+
+def _read_results(path: Path, run: dict[str, Any]) -> Results:
+    """Results of an earlier call with the same settings; a line cut off by a kill is left out."""
+    known: Results = {}
+    names = set(Comparison.__dataclass_fields__)
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found = entry.get("run") if isinstance(entry, dict) else None
+        if found != run:
+            other = {k: found.get(k) for k in run if found.get(k) != run[k]} if isinstance(found, dict) else found
+            raise ValueError(f"{path} holds results of other settings ({other}). Name another file with `--output`.")
+        known[entry["prompt"], entry["block_size"]] = Comparison(**{k: v for k, v in entry.items() if k in names})
+    return known
