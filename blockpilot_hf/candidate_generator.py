@@ -64,7 +64,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         self.scores: dict[int, float] | None = None
         self.reason = "fixed by the caller"
         self._sampling = _draft_sampling(generation_config) if draft_sampling else None
-        self._limits = _position_limits(target)
+        self._limits = position_limits(target)
         self._cache = DFlashCache(config=drafter.config)
         self._cache.activate_past_recording()
         self._pending: list[torch.Tensor] = []  # context that the drafter has not seen, (1, n, hidden * taps) each
@@ -280,7 +280,7 @@ def raw_embedding(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
     return F.embedding(ids, weight) if is_subclass and weight.is_floating_point() else embedding(ids)
 
 
-def _position_limits(target: Any) -> list[tuple[int, bool]]:
+def position_limits(target: Any) -> list[tuple[int, bool]]:
     """
     Positions that one verifying pass must not span, with whether the target decodes token by token beyond them.
 

@@ -254,6 +254,17 @@ def num_decoder_layers(target: Any) -> int:
     return target.config.get_text_config(decoder=True).num_hidden_layers if layers is None else len(layers)
 
 
+def unwrapped(model: Any) -> Any:
+    """The model behind `torch.compile` and data parallelism; PEFT's own `generate` finds its base by itself."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and not hasattr(type(model), "generate"):
+            inner = getattr(model, "module", None)
+        if inner is None:
+            return model
+        model = inner
+
+
 def vocab_rows(target: Any) -> int:
     """Rows of the target's input embedding, looked up now: a target may be resized at any time."""
     embedding = target.get_input_embeddings()

@@ -132,7 +132,7 @@ def load_pilot(drafter: str | None, policy: str | None, target: Any, *, pack: bo
         with _naming("--policy", policy):
             chosen = load_policy(policy)
     if drafter in (None, EMBEDDED):
-        pilot = BlockPilot.from_pretrained(policy=chosen, pack=None if pack else False)
+        pilot = BlockPilot.from_pretrained(policy=chosen, dtype=target.dtype, pack=None if pack else False)
         pilot.drafter.to(target.device)
         return pilot
     if _is_scripted(drafter):

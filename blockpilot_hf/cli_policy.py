@@ -23,7 +23,7 @@ from .policy_labels import append_example, decoded_example, read_examples, repla
 from .policy_training import PolicyExample, PolicyTrainingConfig, compare_rules, train_policy
 from .prompts import encode_prompt, read_prompts
 from .target_states import weights_fingerprint
-from .texts import Text, read_texts
+from .texts import Text, read_texts, spread
 
 _DEFAULTS = PolicyTrainingConfig()
 LABELS = ("decoding", "replay")
@@ -56,7 +56,9 @@ def train_policy_command(
     test: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, help="Other prompts, decoded at every size, to say what the policy is worth."
+            exists=True,
+            dir_okay=False,
+            help="Other prompts or texts, labelled likewise, to say what the policy is worth.",
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=10, help="That many prompts of the source, spread evenly.")] = None,
@@ -67,7 +69,7 @@ def train_policy_command(
     ] = 0.2,
     objective: Annotated[
         str,
-        typer.Option(help="'speed': expected speed of the choice; 'label': name the fastest size, as in the paper."),
+        typer.Option(help="'label': name the fastest size, as in the paper; 'speed': expected speed of the choice."),
     ] = _DEFAULTS.objective,
     hidden_size: Annotated[int, typer.Option(min=1, help="Width of the head.")] = _DEFAULTS.hidden_size,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = _DEFAULTS.learning_rate,
@@ -82,8 +84,8 @@ def train_policy_command(
     console = Console(stderr=True, highlight=False)
     model, tokenizer = load_target(target, dtype)
     pilot = load_pilot(drafter, "none", model)
-    known = _spread(_read_source(source, tokenizer, need_answers=labels == "replay"), limit)
-    tested = _spread(_read_source(test, tokenizer, need_answers=False), test_limit) if test else []
+    known = _read_source(source, tokenizer, limit, need_answers=labels == "replay")
+    tested = _read_source(test, tokenizer, test_limit, need_answers=labels == "replay") if test else []
     shared = {text.prompt_hash for text in known} & {text.prompt_hash for text in tested}
     if shared:
         raise ValueError(f"{len(shared)} prompts of {test} are also in {source}. Take them out of one of the two.")
@@ -95,14 +97,10 @@ def train_policy_command(
         "block_sizes": sizes,
         "max_new_tokens": max_new_tokens,
     }
-    examples = _label(
-        known, output / "labels.jsonl", {**made_with, "labels": labels}, console,
-        _labeller(labels, model, pilot, sizes, max_new_tokens),
-    )  # fmt: skip
-    tests = _label(
-        tested, output / "test_labels.jsonl", {**made_with, "labels": "decoding"}, console,
-        _labeller("decoding", model, pilot, sizes, max_new_tokens),
-    )  # fmt: skip
+    made_with["labels"] = labels
+    label = _labeller(labels, model, pilot, sizes, max_new_tokens)
+    examples = _label(known, output / "labels.jsonl", made_with, console, label)
+    tests = _label(tested, output / "test_labels.jsonl", made_with, console, label)
     ordered = sorted(examples, key=lambda example: example.prompt_hash)
     cut = max(1, round(len(ordered) * validation))
     policy, log = train_policy(ordered[cut:], ordered[:cut], table, sizes, config)
@@ -136,7 +134,7 @@ def train_policy_command(
                 "policy": weights_fingerprint(policy),
                 "target_name": model.config._name_or_path,
             },
-            "settings": {**asdict(config), "labels": labels, "validation_share": validation},
+            "settings": {**asdict(config), "validation_share": validation},
             "costs": asdict(table),
             "num_prompts": {"train": len(ordered) - cut, "validation": cut, "test": len(tests)},
             "results": results,
@@ -155,28 +153,21 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _read_source(path: Path, tokenizer: Any, *, need_answers: bool) -> list[Text]:
-    """Texts as they are, or prompts in the chat template with empty answers."""
-    is_texts = path.name.endswith(".gz") or '"prompt_ids"' in path.read_text(encoding="utf-8")[:100_000]
-    if is_texts:
-        return list({text.prompt_hash: text for text in read_texts(path)}.values())
-    if need_answers:
+def _read_source(path: Path, tokenizer: Any, limit: int | None, *, need_answers: bool) -> list[Text]:
+    """Texts as they are, or prompts in the chat template with empty answers; one per prompt, spread over categories."""
+    if path.name.endswith(".gz") or '"prompt_ids"' in path.read_text(encoding="utf-8")[:100_000]:
+        texts = read_texts(path)
+    elif need_answers:
         raise ValueError(
             f"`--labels replay` needs the target's answers, {path} holds prompts. Use `--labels decoding`."
         )
-    texts = [
-        Text(prompt.id, prompt.category or "all", tuple(encode_prompt(tokenizer, prompt.turns[0])[0].tolist()), ())
-        for prompt in read_prompts(path)
-    ]
-    return list({text.prompt_hash: text for text in texts}.values())
-
-
-def _spread(texts: list[Text], limit: int | None) -> list[Text]:
-    """`limit` texts, a like share of every category."""
-    ordered = sorted(texts, key=lambda text: (text.category, text.prompt_hash))
-    if limit is None or limit >= len(ordered):
-        return ordered
-    return [ordered[i * len(ordered) // limit] for i in range(limit)]
+    else:
+        texts = [
+            Text(prompt.id, prompt.category or "all", tuple(encode_prompt(tokenizer, prompt.turns[0])[0].tolist()), ())
+            for prompt in read_prompts(path)
+        ]
+    texts = list({text.prompt_hash: text for text in texts}.values())
+    return spread(texts, limit or len(texts))
 
 
 def _cost_table(given: Path | None, kept: Path, target: Any, drafter: Any, sizes: list[int]) -> CostTable:

@@ -78,22 +78,24 @@ class CostTable:
             raise ValueError(f"{path} is not a cost table ({error!r}). Leave it out to measure one.") from error
 
 
+_STEPS_IN_A_ROW = 4
+
+
 @torch.no_grad()
 def measure_costs(
-    target: Any, drafter: Any, block_sizes: Sequence[int], *, context_length: int = 256, repeats: int = 15
+    target: Any, drafter: Any, block_sizes: Sequence[int], *, context_length: int = 256, repeats: int = 6
 ) -> CostTable:
     """
-    Time both passes at every block size, interleaved, and take medians after a warm-up round.
+    Time both passes at every block size in short runs of steps, sizes in turn, and take medians.
 
     Args:
         block_sizes (`Sequence[int]`): Candidates; 1 is always measured.
         context_length (`int`, *optional*, defaults to 256): Tokens before the block.
-        repeats (`int`, *optional*, defaults to 15): Rounds over all sizes.
+        repeats (`int`, *optional*, defaults to 6): Rounds over all sizes, of four timed steps each.
     """
     sizes = sorted({1, *block_sizes})
-    ids = torch.randint(0, target.get_input_embeddings().weight.shape[0], (1, context_length + max(sizes))).to(
-        target.device
-    )
+    vocab_size, length = target.get_input_embeddings().weight.shape[0], context_length + max(sizes)
+    ids = torch.randint(0, vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(target.device)
     taps = [i + 1 for i in drafter.config.target_layer_ids]
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     states = target(
@@ -102,29 +104,31 @@ def measure_costs(
     cache.activate_past_recording()
     seconds: dict[tuple[str, int], list[float]] = {}
 
-    def timed(key: tuple[str, int], call: Callable[..., Any], **kwargs: Any) -> None:
+    def timed(key: tuple[str, int] | None, call: Callable[..., Any], **kwargs: Any) -> None:
         _synchronize(target.device)
         start = time.perf_counter()
         call(**kwargs)
         _synchronize(target.device)
-        seconds.setdefault(key, []).append(time.perf_counter() - start)
+        if key is not None:
+            seconds.setdefault(key, []).append(time.perf_counter() - start)
 
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         for size in sizes:
             block = ids[:, context_length : context_length + size]
             more = {"output_hidden_states": taps} if size > 1 else {}
-            timed(("verify", size), target, input_ids=block, cache=cache, **more)
-            cache.crop(-size)
-            if size > 1:
-                generator = BlockPilotCandidateGenerator(
-                    drafter, target, target.generation_config, policy=None, block_size=size
-                )
-                generator.observe(states, context_length - 2)
-                generator.draft_block(ids[:, :1])
-                # From here on as in the midst of an answer: two new tokens of context per block.
-                generator.observe(states, 2)
-                timed(("draft", size), generator.draft_block, anchor_ids=ids[:, :1])
-    median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
+            generator = BlockPilotCandidateGenerator(
+                drafter, target, target.generation_config, policy=None, block_size=size
+            )
+            generator.observe(states, context_length - 2)
+            # As in the midst of an answer: steps of one size follow each other, with two new tokens of context each.
+            # The first one takes in the whole context and is not timed.
+            for step in range(_STEPS_IN_A_ROW + 1):
+                if size > 1:
+                    timed(("draft", size) if step else None, generator.draft_block, anchor_ids=ids[:, :1])
+                    generator.observe(states, 2)
+                timed(("verify", size) if step else None, target, input_ids=block, cache=cache, **more)
+                cache.crop(-size)
+    median = {key: statistics.median(values) for key, values in seconds.items()}
     return CostTable(
         verify_s={size: median["verify", size] for size in sizes},
         draft_s={size: median["draft", size] for size in sizes if size > 1},

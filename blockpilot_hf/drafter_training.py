@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .candidate_generator import _position_limits
+from .candidate_generator import position_limits
 from .checks import check_pair, vocab_rows
 from .drafter_checkpoint import TrainingLog, TrainingState, load_checkpoint, save_checkpoint
 from .drafter_recipe import DrafterTrainingConfig
@@ -65,7 +65,7 @@ class DrafterTrainer:
             raise ValueError("There is no text to train on. Give more texts, or hold fewer out for validation.")
         check_pair(target, drafter)
         head = target.get_output_embeddings()
-        limits = [limit for limit, _ in _position_limits(target)] + [drafter.config.max_position_embeddings]
+        limits = [limit for limit, _ in position_limits(target)] + [drafter.config.max_position_embeddings]
         num_ids = min(vocab_rows(target), head.weight.shape[0])
         check_texts([*texts, *validation], vocab_size=num_ids, max_length=min(limits))
         self.target, self.drafter, self.config, self.output_dir = target, drafter, config, Path(output_dir)

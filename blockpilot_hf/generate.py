@@ -16,10 +16,10 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from .batching import RowInputs, collect, split_rows
 from .candidate_generator import BlockPilotCandidateGenerator
-from .checks import check_block_size, check_call, check_drafter
+from .checks import check_block_size, check_call, check_drafter, unwrapped
 from .decoding import Decoding, reset_user_cache
 from .loading import load_drafter, load_embedded_drafter, load_policy, policy_of_drafter
-from .packing import pack_linear_weights, packing_pays
+from .packing import pack_linear_weights
 from .trace import StepRecord
 
 # Meant for finding the recipe, but transformers also hands them to the function it found: how to get at a repository,
@@ -75,8 +75,7 @@ class BlockPilot:
         **kwargs: Any,
     ) -> "BlockPilot":
         """
-        Load drafter and policy from folders or the Hub; without any, those that come with this package, which are for
-        its embedded target.
+        Load drafter and policy from folders or the Hub; without arguments, those of the embedded target.
 
         Args:
             drafter (`str` or `PreTrainedModel`, *optional*): Folder, Hub id or object.
@@ -86,8 +85,7 @@ class BlockPilot:
             dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`):
                 Of the drafter. `"auto"` is that of its file, for the embedded drafter what suits its device.
             pack (`bool`, *optional*):
-                Whether to prepack the drafter's linear layers ([`pack_linear_weights`]). By default only those of the
-                embedded drafter are, where it pays.
+                Whether to prepack the drafter ([`pack_linear_weights`]); by default the embedded one, where it pays.
             kwargs: `token`, `cache_dir`, `local_files_only`, `force_download`, `proxies` for both, and everything else
                 that `from_pretrained` takes (`device_map`, `attn_implementation`, ...) for the drafter.
 
@@ -95,12 +93,11 @@ class BlockPilot:
             `FileNotFoundError`: without a drafter, if this copy of the package came without the embedded one.
         """
         where = {"revision": revision, "subfolder": subfolder} if revision or subfolder else {}
-        is_embedded = drafter is None
-        if is_embedded:
-            drafter = load_embedded_drafter(dtype=dtype, **where, **kwargs)
+        if drafter is None:
+            drafter = load_embedded_drafter(dtype=dtype, pack=pack, **where, **kwargs)
         elif isinstance(drafter, str | os.PathLike):
             drafter = load_drafter(drafter, dtype=dtype, **where, **kwargs)
-        if pack or (pack is None and is_embedded and packing_pays(drafter)):
+        if pack:
             pack_linear_weights(drafter)
         of_policy = {k: v for k, v in kwargs.items() if k in _ACCESS_KEYWORDS}
         of_policy.update({"revision": policy_revision} if policy_revision else {})
@@ -139,7 +136,7 @@ class BlockPilot:
                 )
         if kwargs.pop("synced_gpus", None):
             raise ValueError("`synced_gpus` is not supported: ranks verify different numbers of tokens.")
-        model = _unwrapped(model)
+        model = unwrapped(model)
         kwargs, criteria = _take_stop_strings(model, stop_strings, tokenizer, kwargs)
         if criteria is not None:
             kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criteria])
@@ -299,14 +296,3 @@ def _take_stop_strings(
         raise ValueError("`stop_strings` needs the tokenizer of the target. Pass `tokenizer=`.")
     # The keyword goes before every config, also where it says `None`.
     return {**kwargs, "stop_strings": None}, StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
-
-
-def _unwrapped(model: Any) -> Any:
-    """The model behind `torch.compile` and data parallelism; PEFT's own `generate` finds its base by itself."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and not hasattr(type(model), "generate"):
-            inner = getattr(model, "module", None)
-        if inner is None:
-            return model
-        model = inner

@@ -22,8 +22,8 @@ RECIPE_MODULES = (
     "candidate_generator",
     "decoding",
     "batching",
-    "loading",
     "packing",
+    "loading",
     "generate",
 )
 

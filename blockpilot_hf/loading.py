@@ -14,6 +14,7 @@ from .checks import check_drafter
 from .configuration_dflash import is_dflash_config_dict
 from .modeling_blockpilot import BlockPilotPolicy
 from .modeling_dflash import DFlashDraftModel
+from .packing import pack_linear_weights, packing_pays
 
 logger = logging.get_logger(__name__)
 
@@ -39,7 +40,7 @@ def load_drafter(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:
     return drafter.eval()
 
 
-def load_embedded_drafter(*, dtype: Any = "auto", **kwargs: Any) -> Any:
+def load_embedded_drafter(*, dtype: Any = "auto", pack: bool | None = None, **kwargs: Any) -> Any:
     """
     The drafter that comes with this package, for its embedded target. Its config names the policy that belongs to it.
 
@@ -47,13 +48,18 @@ def load_embedded_drafter(*, dtype: Any = "auto", **kwargs: Any) -> Any:
         dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`):
             The file holds bfloat16; by default the drafter runs in the dtype that suits its device
             ([`native_dtype`]), which is also that of the embedded target.
+        pack (`bool`, *optional*):
+            Whether to prepack its linear layers ([`pack_linear_weights`]); by default where it pays.
         kwargs: As `from_pretrained` takes them: `device_map`, `attn_implementation`, ...
 
     Raises:
         `FileNotFoundError`: if this copy of the package came without it.
     """
     drafter = load_drafter(embedded_drafter_dir(), dtype=dtype, **kwargs)
-    return drafter.to(native_dtype(drafter.device)) if dtype == "auto" else drafter
+    drafter = drafter.to(native_dtype(drafter.device)) if dtype == "auto" else drafter
+    if packing_pays(drafter) if pack is None else pack:
+        pack_linear_weights(drafter)
+    return drafter
 
 
 def embedded_drafter_dir() -> Path:

@@ -18,7 +18,7 @@ from .configuration_blockpilot import BlockPilotConfig
 from .costs import CostTable
 from .modeling_blockpilot import BlockPilotPolicy
 
-OBJECTIVES = ("speed", "label")
+OBJECTIVES = ("label", "speed")
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class PolicyExample:
 class PolicyTrainingConfig:
     """
     Args:
-        objective (`str`): `"speed"` or `"label"`, see the module.
+        objective (`str`): `"label"` or `"speed"`, see the module.
         hidden_size (`int`): Width of the head.
         epochs (`int`): At most; training stops when the validation speed has not risen for `patience` epochs.
         learning_rate, weight_decay (`float`): Of AdamW.
         seed (`int`): Of the start and of the order.
     """
 
-    objective: str = "speed"
+    objective: str = "label"
     hidden_size: int = 128
     dropout: float = 0.2
     epochs: int = 200

@@ -13,7 +13,7 @@ from transformers.generation import CandidateGenerator
 from transformers.utils import logging as hf_logging
 
 from blockpilot_hf import BlockPilotCandidateGenerator
-from blockpilot_hf.candidate_generator import _raw_embedding
+from blockpilot_hf.candidate_generator import raw_embedding
 
 
 def make_generator(drafter, target, *, max_length=64, **kwargs):
@@ -274,13 +274,13 @@ def test_an_embedding_of_another_kind_is_called_not_indexed():
 
     ids = torch.tensor([[1, 9]])
     packed = Packed()
-    assert _raw_embedding(packed, ids).equal(packed.weight[ids].float() / 16)
+    assert raw_embedding(packed, ids).equal(packed.weight[ids].float() / 16)
     subclass = PackedSubclass(10, 4)
     subclass.weight = nn.Parameter(packed.weight, requires_grad=False)
-    assert _raw_embedding(subclass, ids).equal(packed.weight[ids].float() / 16)
+    assert raw_embedding(subclass, ids).equal(packed.weight[ids].float() / 16)
     hooked = nn.Embedding(10, 4, device="meta")  # as under an offloading hook
     hooked.forward = lambda ids: torch.ones(*ids.shape, 4)
-    assert _raw_embedding(hooked, ids).equal(torch.ones(1, 2, 4))
+    assert raw_embedding(hooked, ids).equal(torch.ones(1, 2, 4))
 
 
 def test_a_head_without_parameters_is_called(target, drafter):

@@ -1,4 +1,4 @@
-"""`blockpilot train-policy` on a tiny saved pair: labels that go on, a policy that decodes, a record that says it all."""
+"""`blockpilot train-policy` on a tiny saved pair: labels that go on, a policy that decodes, a record of it all."""
 
 import json
 

@@ -17,7 +17,38 @@ PACKAGE = Path(blockpilot_hf.__file__).parent
 # A module imports only modules above it.
 # Down to `generate` the files are copied into Hub repositories, where nothing else is installed.
 TRAVELLING = [*RECIPE_MODULES]
-ORDER = [*TRAVELLING, "hub", "embedded", "prompts", "parity", "cli"]
+ORDER = [
+    *TRAVELLING,
+    "hub",
+    "embedded",
+    "prompts",
+    "parity",
+    "costs",
+    "texts",
+    "parallel_drafting",
+    "replay",
+    "target_states",
+    "drafter_start",
+    "drafter_recipe",
+    "drafter_checkpoint",
+    "drafter_training",
+    "drafter_record",
+    "training_display",
+    "drafter_run",
+    "policy_training",
+    "policy_labels",
+    "cards",
+    "display",
+    "cli_measure",
+    "cli_answers",
+    "cli_console",
+    "cli_common",
+    "cli_generate",
+    "cli_verify",
+    "cli_train",
+    "cli_policy",
+    "cli",
+]
 ALLOWED_ABROAD = {"torch", "transformers"} | set(sys.stdlib_module_names)
 # Needed by one part only, so importing the package must not load them.
 NOT_AT_IMPORT = ["gradio", "datasets", "sklearn", "accelerate", "gguf", "typer", "rich", "pytest", "scipy", "dflash"]
