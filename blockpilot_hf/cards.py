@@ -166,7 +166,7 @@ The choice holds for machines where these ratios hold, roughly.
 ## Training
 
 Labels: acceptance length at every size on {record["num_prompts"]["train"]} prompts ({"decoded" if record["meta_info"]["labels"] == "decoding" else "replayed on the target's own answers"}); objective "{record["settings"]["objective"]}";
-stopped by {record["num_prompts"]["validation"]} other prompts. Features: 64 sorted log-probabilities, entropy, margin.
+stopped by {record["num_prompts"]["validation"]} other prompts. Features: 64 sorted log-probabilities, entropy, margin.{_notes(record["run_info"])}
 
 ## Limits
 

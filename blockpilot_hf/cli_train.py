@@ -181,6 +181,7 @@ def _drafter_to_go_on_with(init: str, block_size: int | None) -> Any:
         raise ValueError(f"`--init {init}` is a {type(drafter).__name__}. Only DFlash drafters can be trained further.")
     config = drafter.config
     config.block_size = block_size or config.block_size
+    drafter.set_shortlist(None)  # training looks for a better one
     config.policy = config.policy_revision = config.target_fingerprint = None
     return drafter
 

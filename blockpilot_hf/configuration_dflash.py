@@ -77,6 +77,10 @@ class DFlashConfig(PreTrainedConfig):
             Factors on the borrowed embedding and on the borrowed head's logits.
         final_logit_softcapping (`float`, *optional*):
             `c * tanh(logits / c)` on the logits, after the multiplier.
+        shortlist_size (`int`, *optional*):
+            Number of tokens that drafts are made of, when they are not the whole vocabulary: the ids are with the
+            weights, as `shortlist_ids`. Drafting then reads these rows of the target's head only (the idea of FR-Spec,
+            arXiv 2502.14856). Other tokens come from the target alone, so it changes speed and not the output.
         target_name_or_path, target_revision, target_fingerprint (`str`, *optional*):
             The target that the drafter was trained for.
         policy, policy_revision (`str`, *optional*):
@@ -115,6 +119,7 @@ class DFlashConfig(PreTrainedConfig):
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    shortlist_size: int | None = None
 
     target_name_or_path: str | None = None
     target_revision: str | None = None
@@ -148,6 +153,12 @@ class DFlashConfig(PreTrainedConfig):
             raise ValueError(
                 f"`mask_token_id` must be an id of the target's vocabulary, 0 to {self.vocab_size - 1}, got "
                 f"{self.mask_token_id!r}. It is the token that the drafter was trained to denoise."
+            )
+        size = self.shortlist_size
+        if size is not None and (not _is_int(size) or not 1 <= size <= self.vocab_size):
+            raise ValueError(
+                f"`shortlist_size` must be an integer from 1 to `vocab_size` {self.vocab_size}, got {size!r}. "
+                "Leave it out to draft over the whole vocabulary."
             )
         ids = self.target_layer_ids
         if not ids or not all(_is_int(i) and 0 <= i < self.num_target_layers for i in ids):

@@ -24,14 +24,20 @@ def package_versions() -> dict[str, str]:
     return {name: version(name) for name in _PACKAGES}
 
 
-def save_drafter(drafter: DFlashDraftModel, folder: Path, *, target_fingerprint: str) -> None:
+def save_drafter(
+    drafter: DFlashDraftModel, folder: Path, *, target_fingerprint: str, shortlist_ids: torch.LongTensor | None = None
+) -> None:
     """
     Write `drafter` in bfloat16 to `folder`, which is whole at any time. The drafter itself stays as it is.
+
+    Args:
+        shortlist_ids (`torch.LongTensor` of shape `(shortlist_size,)`, *optional*): The tokens that it drafts.
 
     Raises:
         `OSError`: if it cannot be written.
     """
     rounded = copy.deepcopy(drafter).to(torch.bfloat16).eval()
+    rounded.set_shortlist(shortlist_ids)
     rounded.config.target_fingerprint = target_fingerprint
     rounded.config.blockpilot_version = version("blockpilot-hf")
     with written_whole(folder) as beside:

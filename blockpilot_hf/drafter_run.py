@@ -125,7 +125,13 @@ class DrafterRun:
     def _finish(self, display: TrainingDisplay, should_stop: Any) -> dict[str, Any] | None:
         """The drafter as others will load it, judged on what was held out; `None` if stopped before the end."""
         trainer = self.trainer
-        save_drafter(trainer.drafter, self.drafter_dir, target_fingerprint=trainer.fingerprint)
+        # What it was not trained on it does not get right, and a small head is a quick one.
+        save_drafter(
+            trainer.drafter,
+            self.drafter_dir,
+            target_fingerprint=trainer.fingerprint,
+            shortlist_ids=trainer.occurring,
+        )
         drafter = load_drafter(self.drafter_dir, dtype=trainer.target.dtype).to(trainer.target.device)
         if self.held_out:
             display.line(f"trained to step {trainer.state.step}; judging the drafter on {len(self.held_out)} texts")

@@ -81,7 +81,7 @@ class DrafterTrainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        occurring = torch.tensor(sorted({i for text in texts for i in text.answer_ids}))
+        occurring = self.occurring = torch.tensor(sorted({i for text in texts for i in text.answer_ids}))
         self._head = _rows_of_head(head, occurring)
         self._class_of = torch.full((head.weight.shape[0],), -1)
         self._class_of[occurring] = torch.arange(len(occurring))

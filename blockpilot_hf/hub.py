@@ -10,6 +10,7 @@ from huggingface_hub import constants
 
 # The modules that travel: they import only torch, transformers and each other, one relative level deep.
 RECIPE_MODULES = (
+    "packing",
     "exact_loading",
     "configuration_dflash",
     "modeling_dflash",
@@ -22,7 +23,6 @@ RECIPE_MODULES = (
     "candidate_generator",
     "decoding",
     "batching",
-    "packing",
     "loading",
     "generate",
 )

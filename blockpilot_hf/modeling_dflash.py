@@ -7,6 +7,7 @@ their remote code. It knows nothing of tokens, embeddings or heads: those are th
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from .configuration_dflash import DFlashConfig
 from .exact_loading import ExactPreTrainedModel
+from .packing import PackedLinear, pack_linear_weights
 
 
 @dataclass
@@ -135,7 +137,8 @@ class DFlashDraftModel(ExactPreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _loading_hint = (
-        "A DFlash drafter has exactly `fc`, `hidden_norm`, `norm` and `layers.*`: embedding and head are the target's."
+        "A DFlash drafter has exactly `fc`, `hidden_norm`, `norm` and `layers.*`, and `shortlist_ids` with a "
+        "`shortlist_size`: embedding and head are the target's."
     )
 
     def __init__(self, config: DFlashConfig):
@@ -147,6 +150,10 @@ class DFlashDraftModel(ExactPreTrainedModel):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self.gradient_checkpointing = False
+        self.register_buffer("shortlist_ids", None)
+        if config.shortlist_size is not None:
+            self.register_buffer("shortlist_ids", torch.arange(config.shortlist_size))
+        self._shortlist_head: tuple[Any, ...] | None = None
         self.post_init()
 
     def forward(
@@ -205,13 +212,56 @@ class DFlashDraftModel(ExactPreTrainedModel):
             head (`nn.Module`): The target's output embedding.
 
         Returns:
-            `torch.FloatTensor` of shape `(num_positions, vocab_size)`.
+            `torch.FloatTensor` of shape `(num_positions, vocab_size)`, -inf outside the shortlist where there is one.
         """
-        logits = head(hidden_states)
+        ids = self.shortlist_ids
+        rows = None if ids is None else self._rows_of(head, ids)
+        logits = (head if rows is None else rows)(hidden_states)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        if ids is None or rows is None:
+            return logits
+        spread = logits.new_full((len(logits), head.out_features), -torch.inf)
+        return spread.index_copy_(1, ids.to(logits.device), logits)
+
+    def set_shortlist(self, ids: torch.LongTensor | None) -> None:
+        """
+        Draft these tokens only, or all with `None`.
+
+        Args:
+            ids (`torch.LongTensor` of shape `(shortlist_size,)`, *optional*): Ids of the target's vocabulary.
+        """
+        self.shortlist_ids = None if ids is None else ids.to(self.device)
+        self.config.shortlist_size = None if ids is None else len(ids)
+        self._shortlist_head = None
+
+    def _rows_of(self, head: nn.Module, ids: torch.Tensor) -> nn.Module | None:
+        """The shortlist's rows of a head, kept while its weight stays the same; `None` for a head that is not plain."""
+        # Not as attributes: a packed layer takes note when its weight is read.
+        weight, bias = head._parameters.get("weight"), head._parameters.get("bias")
+        if not isinstance(head, nn.Linear) or type(weight) is not nn.Parameter or not weight.is_floating_point():
+            return None
+        if weight.is_meta or weight.shape[0] < self.config.vocab_size:
+            return None
+        version = None if weight.is_inference() else weight._version
+        kept = self._shortlist_head
+        if kept is None or kept[0] is not weight or kept[1] is not bias or kept[2] != (weight.data_ptr(), version):
+            ids = ids.to(weight.device)
+            rows = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+            rows.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
+            if bias is not None:
+                rows.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
+            if isinstance(head, PackedLinear):
+                pack_linear_weights(rows)
+            kept = self._shortlist_head = (weight, bias, (weight.data_ptr(), version), rows)
+        return kept[3]
+
+    def __getstate__(self):
+        # The target's rows stay with the target.
+        return {**self.__dict__, "_shortlist_head": None}
 
     def _block_mask(self, attention, noise_embeds, context_length, attention_mask, cache):
         """The mask of one layer kind, in the form that the attention implementation wants (`None`: all is visible)."""
