@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import shutil
+import signal
 import tempfile
 
 # Before the first import of a Hugging Face library: tests never reach for the network.
@@ -12,6 +13,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Copies of remote code: fresh ones, for this process alone, and nothing of them stays in the user's cache.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="blockpilot-modules-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+# A shell starts background jobs with Ctrl-C ignored, and every process below inherits that: tests send it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections.abc import Callable
 from pathlib import Path

@@ -281,7 +281,8 @@ def test_without_a_drafter_the_embedded_pilot_answers(run, monkeypatch, folders)
     )
     pilot = load_pilot(str(folders / "drafter"), str(folders / "policy"), target)
 
-    def from_pretrained(cls, *, policy, pack):
+    def from_pretrained(cls, *, policy, pack, dtype):
+        assert dtype == target.dtype
         asked.append((policy, pack))
         return pilot if policy is None else BlockPilot(pilot.drafter, policy)
 

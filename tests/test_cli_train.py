@@ -134,9 +134,10 @@ def test_the_result_loads_anywhere_and_decodes_the_targets_own_text(root, finish
     assert config["dtype"] == "bfloat16" and config["block_size"] == 4 and config["num_hidden_layers"] == 1
     assert Path(config["target_name_or_path"]).name == "target"
     assert config["target_fingerprint"] == weights_fingerprint(target) and config["blockpilot_version"]
-    assert all(
-        tensor.dtype == torch.bfloat16 for tensor in load_file(finished / "drafter" / "model.safetensors").values()
-    )
+    written = load_file(finished / "drafter" / "model.safetensors")
+    answers = {i for text in split_by_prompt(read_texts(root / "texts.jsonl"), 20)[0] for i in text.answer_ids}
+    assert written.pop("shortlist_ids").tolist() == sorted(answers)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in written.values())
     assert not list(finished.glob("*.new")) and not list(finished.glob("*.old"))
 
 
@@ -182,6 +183,7 @@ def test_what_is_judged_is_the_drafter_as_it_was_written(run, monkeypatch, tmp_p
     monkeypatch.setattr("blockpilot_hf.drafter_run.replay_texts", spy)
     run(tmp_path / "run", steps=1)
     written = load_file(tmp_path / "run" / "drafter" / "model.safetensors")
+    del written["shortlist_ids"]
     assert all(torch.equal(judged[0][name], tensor.float()) for name, tensor in written.items())
     assert judged[0]["fc.weight"].dtype == torch.float32  # the target's
 
