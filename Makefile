@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-RUN_ARGS ?= --samples --compare --repeats 3 --json
+RUN_ARGS ?= --samples --compare --repeats 3 --max-new-tokens 96 --json
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
