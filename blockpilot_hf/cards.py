@@ -134,7 +134,10 @@ from blockpilot_hf.embedded import load_embedded_target
 target, tokenizer = load_embedded_target()
 pilot = BlockPilot.from_pretrained()  # the drafter and this policy
 inputs = tokenizer.apply_chat_template(
-    [{{"role": "user", "content": "What is 7 times 8?"}}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    [{{"role": "user", "content": "What is 7 times 8?"}}],
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
 )
 output = pilot.generate(target, **inputs, max_new_tokens=32, do_sample=False, return_dict_in_generate=True)
 print(output.blockpilot.block_size, output.blockpilot.scores)
