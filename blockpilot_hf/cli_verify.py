@@ -27,6 +27,7 @@ from .cli_common import (
 )
 from .cli_console import Screen
 from .display import counted, identity_words
+from .json_lines import append_line
 from .parity import Comparison, compare_prompt
 from .prompts import Prompt, encode_prompt, read_prompts
 
@@ -86,7 +87,7 @@ def verify(
             ):
                 known[prompt.id, result.block_size] = result
                 if output:
-                    _append_line(
+                    append_line(
                         output, {"run": run, "prompt": prompt.id, "category": prompt.category, **asdict(result)}
                     )
     _show_results(Screen(), chosen, sizes, known)
@@ -145,16 +146,6 @@ def _block_size(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"`--block-sizes` takes integers >= 1 and 'policy', separated by commas, got {text!r}.")
     return int(text)
-
-
-def _append_line(path: Path, entry: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        if file.tell() > 0:
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":  # a line cut off by a kill stays a line of its own
-                file.write(b"\n")
-        file.write((json.dumps(entry) + "\n").encode())
 
 
 def _read_results(path: Path, run: dict[str, Any]) -> Results:

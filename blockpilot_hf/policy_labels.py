@@ -15,6 +15,7 @@ import torch
 
 from .features import policy_features
 from .generate import BlockPilot
+from .json_lines import append_line
 from .policy_training import PolicyExample
 from .replay import replay
 from .target_states import target_states
@@ -88,14 +89,8 @@ def _example(text: Text, features: list[float] | None, taus: dict[int, float], s
 
 
 def append_example(path: Path, example: PolicyExample, settings: dict[str, Any]) -> None:
-    """Adds one line; what a killed run cut off stays a line of its own, which reading leaves out."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        if file.tell() > 0:
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write((json.dumps({"settings": settings, **asdict(example)}) + "\n").encode())
+    """Adds one example to a file."""
+    append_line(path, {"settings": settings, **asdict(example)})
 
 
 def read_examples(path: Path, settings: dict[str, Any] | None = None) -> list[PolicyExample]:

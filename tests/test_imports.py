@@ -22,6 +22,7 @@ ORDER = [
     "hub",
     "embedded",
     "prompts",
+    "json_lines",
     "parity",
     "costs",
     "texts",
