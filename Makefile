@@ -43,7 +43,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@if ! $(BIN)/python -c 'import torch' 2>/dev/null && [ "$$(uname -s)" = Linux ] && ! nvidia-smi >/dev/null 2>&1; then \
 		echo "Installing $(TORCH)"; $(PIP) install $(TORCH); fi
 	@echo "Installing blockpilot-hf and what it needs"
-	@$(PIP) install -e .
+	@$(PIP) install -e '.[train]'
 	@touch $@
 
 # dflash is the peer that tests compare with; its own requirements are for serving on GPUs.

@@ -5,7 +5,6 @@ measured on and says which.
 """
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from .candidate_generator import BlockPilotCandidateGenerator
+from .json_lines import write_json
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,8 @@ class CostTable:
         return acceptance_length * self.verify_s[1] / self.step_s(block_size)
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(beside, path)
+        """Under its name only when whole."""
+        write_json(path, asdict(self))
 
     @classmethod
     def load(cls, path: str | Path) -> "CostTable":

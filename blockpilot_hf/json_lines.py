@@ -1,6 +1,7 @@
-"""Files of one JSON object per line, which long jobs add to as they go."""
+"""JSON files: lines that long jobs add as they go, and records that appear whole."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,4 +17,12 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
         file.write((json.dumps(entry) + "\n").encode())
 
 
-__all__ = ["append_line"]
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """One object, under its name only when whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+__all__ = ["append_line", "write_json"]

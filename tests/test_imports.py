@@ -20,24 +20,36 @@ TRAVELLING = [*RECIPE_MODULES]
 ORDER = [
     *TRAVELLING,
     "hub",
+    "drafter_sizes",
     "embedded",
     "prompts",
     "json_lines",
+    "units",
+    "processes",
     "parity",
     "costs",
     "texts",
     "parallel_drafting",
     "replay",
     "target_states",
+    "target_texts",
+    "sweep",
+    "sweep_check",
     "drafter_start",
     "drafter_recipe",
     "drafter_checkpoint",
+    "drafter_loss",
+    "drafter_estimate",
     "drafter_training",
     "drafter_record",
     "training_display",
+    "training_plot",
     "drafter_run",
+    "intervals",
     "policy_training",
-    "policy_labels",
+    "evaluation",
+    "evaluation_display",
+    "evaluation_plots",
     "cards",
     "display",
     "cli_measure",
@@ -46,13 +58,19 @@ ORDER = [
     "cli_common",
     "cli_generate",
     "cli_verify",
+    "cli_prepare",
     "cli_train",
+    "cli_sweep",
     "cli_policy",
+    "cli_evaluate",
     "cli",
 ]
 ALLOWED_ABROAD = {"torch", "transformers"} | set(sys.stdlib_module_names)
 # Needed by one part only, so importing the package must not load them.
-NOT_AT_IMPORT = ["gradio", "datasets", "sklearn", "accelerate", "gguf", "typer", "rich", "pytest", "scipy", "dflash"]
+NOT_AT_IMPORT = [
+    *("gradio", "datasets", "sklearn", "accelerate", "gguf", "typer", "rich", "pytest", "scipy", "matplotlib"),
+    "dflash",
+]
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [name for name in ORDER if (PACKAGE / f"{name}.py").is_file()]
