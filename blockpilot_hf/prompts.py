@@ -1,8 +1,8 @@
-"""Prompts from files and strings to input ids. Knows chat templates, not models."""
+"""Prompts from files, tables and strings to input ids. Knows chat templates, not models."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as read: `turns` are the user's messages, in order."""
+    """A prompt as read: `turns` are the user's messages, in order; `source` says where it is from."""
 
     id: str
     turns: tuple[str, ...]
     category: str = ""
+    source: str = ""
 
 
 def sample_prompts() -> list[Prompt]:
@@ -26,8 +27,8 @@ def sample_prompts() -> list[Prompt]:
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """
-    Prompts of a file: `.jsonl` with `turns` (a list) or `prompt` (a string), and optionally `id` and `category`; any
-    other file is one prompt per non-empty line.
+    Prompts of a file: `.jsonl` with `turns` (a list) or `prompt` (a string), and optionally `id`, `category` and
+    `source`; any other file is one prompt per non-empty line.
 
     Args:
         path (`str` or `Path`): The file.
@@ -53,14 +54,73 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         raise ValueError(
             f"{path} holds no prompt. Expected JSON lines with `turns` or `prompt`, or one prompt per line."
         )
+    _check_ids(prompts, path)
+    return [prompts[i] for i in spread_indices(len(prompts), limit)]
+
+
+def prompts_of_rows(
+    rows: Iterable[dict[str, Any]],
+    *,
+    prompt_column: str,
+    id_column: str | None = None,
+    category_column: str | None = None,
+    category: str = "",
+    source: str = "",
+) -> tuple[list[Prompt], int]:
+    """
+    Prompts of a table's rows.
+
+    Args:
+        prompt_column (`str`):
+            Its values are a message, a list of messages (the turns), or a list of chat messages with `role` and
+            `content`, of which the user's are taken.
+        id_column (`str`, *optional*): By default ids are the rows' numbers.
+        category_column (`str`, *optional*): `category` is for all rows where it is not given.
+        source (`str`, *optional*): For all rows.
+
+    Returns:
+        `tuple(list[Prompt], int)`: the prompts, and the number of rows that were left out because they have none.
+
+    Raises:
+        `ValueError`: for a value that is none of these, with its row; for two rows of one id.
+    """
+    prompts, num_empty = [], 0
+    for number, row in enumerate(rows):
+        turns = _turns_of(row[prompt_column], f"row {number} of {source}, column `{prompt_column}`")
+        if not turns:
+            num_empty += 1
+            continue
+        name = f"row-{number}" if id_column is None else str(row[id_column])
+        kind = category if category_column is None else str(row[category_column] or "")
+        prompts.append(Prompt(name, turns, kind, source))
+    _check_ids(prompts, source)
+    return prompts, num_empty
+
+
+def spread_indices(count: int, limit: int | None) -> list[int]:
+    """`limit` of `count` indices, spread evenly over them; all without a limit."""
+    kept = count if limit is None else min(limit, count)
+    return [i * count // kept for i in range(kept)]
+
+
+def _turns_of(value: Any, where: str) -> tuple[str, ...]:
+    messages = [value] if isinstance(value, str) else value or []
+    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        messages = [message.get("content") for message in messages if message.get("role") == "user"]
+    if not isinstance(messages, list) or not all(isinstance(message, str) for message in messages):
+        raise ValueError(
+            f"{where} is not a prompt: {str(value)[:80]!r}. Expected a string, a list of strings, or a list of chat "
+            "messages. Name another column with `--prompt-column`."
+        )
+    return tuple(messages) if all(message.strip() for message in messages) else ()
+
+
+def _check_ids(prompts: Sequence[Prompt], where: Any) -> None:
     repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
     if repeated:
         raise ValueError(
-            f"{path} has several prompts with the id {repeated[0]!r}. Results are kept by id: rename them."
+            f"{where} has several prompts with the id {repeated[0]!r}. Results are kept by id: rename them."
         )
-    if limit is not None and limit < len(prompts):
-        prompts = [prompts[i * len(prompts) // limit] for i in range(limit)]
-    return prompts
 
 
 def _plain(line: str, number: int) -> Prompt:
@@ -77,7 +137,10 @@ def _parse(line: str, where: str, number: int) -> Prompt:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError(f"{where} has no prompt. Expected `turns`, a list of strings, or `prompt`, a string.")
     return Prompt(
-        id=str(entry.get("id", f"line-{number}")), turns=tuple(turns), category=str(entry.get("category", ""))
+        id=str(entry.get("id", f"line-{number}")),
+        turns=tuple(turns),
+        category=str(entry.get("category", "")),
+        source=str(entry.get("source", "")),
     )
 
 

@@ -1,4 +1,4 @@
-"""Texts that a target wrote: prompt and answer ids, read from files, and split by prompt. Knows no models."""
+"""Texts that a target wrote: prompt and answer ids, read from disk, and split by prompt. Knows no models."""
 
 import gzip
 import hashlib
@@ -9,15 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .units import check_finished, is_finished, require_extra
+
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and the target's own answer to it, as ids. `prompt_ids` are those that `generate` was given."""
+    """
+    A prompt and the target's own answer to it, as ids. `prompt_ids` are those that `generate` was given.
+
+    Args:
+        prompt_id (`str`, *optional*): One prompt may have several texts: turns, temperatures, samples.
+        source (`str`, *optional*): Where the prompt is from.
+        temperature (`float`, *optional*): 0 for greedy answers.
+        seed (`int`, *optional*): Of the random numbers that the answer was drawn with.
+    """
 
     id: str
     category: str
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
+    prompt_id: str = ""
+    source: str = ""
+    temperature: float = 0.0
+    seed: int = 0
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -31,24 +45,47 @@ class Text:
 
 def read_texts(path: str | Path) -> list[Text]:
     """
-    Texts of a `.jsonl` or `.jsonl.gz` file with `prompt_ids`, `answer_ids` and optionally `id` and `category` per line.
+    Texts of a dataset folder as `blockpilot prepare` writes it, or of a `.jsonl` or `.jsonl.gz` file, with
+    `prompt_ids`, `answer_ids` and optionally the other fields of [`Text`].
 
     Answers of fewer than two tokens are left out: nothing can be drafted in them.
 
     Raises:
-        `ValueError`: for a line that is no such object, with its number; for a file without texts, or cut off.
+        `ValueError`: for a line that is no such object, with its number; for a file or folder without texts, or one
+            that is cut off or not finished.
+        `ImportError`: for a folder, if `datasets` is not installed.
     """
     path = Path(path)
+    texts = [text for text in (_of_folder(path) if path.is_dir() else _of_file(path)) if len(text.answer_ids) > 1]
+    if not texts:
+        raise ValueError(f"{path} holds no text with an answer. Expected `prompt_ids` and `answer_ids` of each.")
+    return texts
+
+
+def _of_file(path: Path) -> list[Text]:
     opened: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8") as lines:
-            texts = [_parse(line, f"{path}:{number}", number) for number, line in enumerate(lines, 1) if line.strip()]
+            return [_parse(line, f"{path}:{number}", number) for number, line in enumerate(lines, 1) if line.strip()]
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{path} is cut off or damaged ({error}). Copy it again.") from error
-    texts = [text for text in texts if len(text.answer_ids) > 1]
-    if not texts:
-        raise ValueError(f"{path} holds no text with an answer. Expected lines with `prompt_ids` and `answer_ids`.")
-    return texts
+
+
+def _of_folder(path: Path) -> list[Text]:
+    check_finished(path)
+    if not is_finished(path):
+        raise ValueError(
+            f"{path} holds no dataset. Expected a folder that `blockpilot prepare` wrote, or a .jsonl file."
+        )
+    rows = require_extra("datasets").load_from_disk(str(path))
+    missing = {"prompt_ids", "answer_ids"} - set(rows.column_names)
+    if missing:
+        raise ValueError(
+            f"{path} has no column {' and '.join(sorted(missing))}, it has {', '.join(rows.column_names)}. "
+            "Expected texts as `blockpilot prepare` writes them."
+        )
+    rows = rows.select_columns([name for name in rows.column_names if name in Text.__dataclass_fields__])
+    return [_text(row, f"{path}, row {number}", f"row-{number}") for number, row in enumerate(rows)]
 
 
 def _parse(line: str, where: str, number: int) -> Text:
@@ -56,14 +93,26 @@ def _parse(line: str, where: str, number: int) -> Text:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error}). Expected one object per line.") from error
+    return _text(entry, where, f"line-{number}")
+
+
+def _text(entry: Any, where: str, default_id: str) -> Text:
     ids: list[Any] = [entry.get(key) if isinstance(entry, dict) else None for key in ("prompt_ids", "answer_ids")]
     if not all(_are_ids(part) for part in ids) or not ids[0]:
         raise ValueError(f"{where} is not a text. Expected `prompt_ids` and `answer_ids`, lists of token ids.")
+    try:
+        temperature, seed = float(entry.get("temperature") or 0.0), int(entry.get("seed") or 0)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} has a `temperature` or `seed` that is no number ({error}).") from error
     return Text(
-        id=str(entry.get("id", f"line-{number}")),
+        id=str(entry.get("id", default_id)),
         category=str(entry.get("category") or "all"),
         prompt_ids=tuple(ids[0]),
         answer_ids=tuple(ids[1]),
+        prompt_id=str(entry.get("prompt_id") or ""),
+        source=str(entry.get("source") or ""),
+        temperature=temperature,
+        seed=seed,
     )
 
 

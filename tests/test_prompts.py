@@ -6,7 +6,7 @@ import pytest
 import torch
 from jinja2 import TemplateError
 
-from blockpilot_hf.prompts import Prompt, encode_prompt, read_prompts, sample_prompts
+from blockpilot_hf.prompts import Prompt, encode_prompt, prompts_of_rows, read_prompts, sample_prompts, spread_indices
 
 
 def write(path, *entries):
@@ -14,14 +14,17 @@ def write(path, *entries):
     return path
 
 
-def test_json_lines_give_turns_ids_and_categories(tmp_path):
+def test_json_lines_give_turns_ids_categories_and_sources(tmp_path):
     file = write(
         tmp_path / "a.jsonl",
         {"id": 7, "turns": ["one", "two"], "category": "qa"},
         "",
-        {"prompt": "three"},
+        {"prompt": "three", "source": "some set"},
     )
-    assert read_prompts(file) == [Prompt("7", ("one", "two"), "qa"), Prompt("line-3", ("three",))]
+    assert read_prompts(file) == [
+        Prompt("7", ("one", "two"), "qa"),
+        Prompt("line-3", ("three",), source="some set"),
+    ]
 
 
 def test_other_files_hold_a_prompt_per_line(tmp_path):
@@ -140,3 +143,44 @@ def test_a_file_in_another_encoding_is_refused(tmp_path):
 def test_the_samples_are_one_of_each_kind():
     assert [prompt.category for prompt in sample_prompts()] == ["maths", "code", "translation"]
     assert all(len(prompt.turns) == 1 for prompt in sample_prompts())
+
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "two"},
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "turns"), [("one", ("one",)), (["one", "two"], ("one", "two")), (CHAT, ("one", "two"))]
+)
+def test_a_column_holds_a_message_turns_or_a_chat(value, turns):
+    prompts, num_empty = prompts_of_rows([{"q": value}], prompt_column="q", category="qa", source="set")
+    assert prompts == [Prompt("row-0", turns, "qa", "set")] and num_empty == 0
+
+
+def test_rows_without_a_prompt_are_left_out_and_counted():
+    rows = [{"q": "one"}, {"q": None}, {"q": " "}, {"q": []}, {"q": ["a", ""]}, {"q": CHAT[:1]}, {"q": "two"}]
+    prompts, num_empty = prompts_of_rows(rows, prompt_column="q")
+    assert [p.id for p in prompts] == ["row-0", "row-6"] and num_empty == 5
+
+
+@pytest.mark.parametrize("value", [3, [1], {"role": "user", "content": "one"}, [["one"]]])
+def test_a_value_that_is_no_prompt_is_named_by_its_row(value):
+    with pytest.raises(ValueError, match=r"row 1 of set, column `q` is not a prompt: .*Name another column with"):
+        prompts_of_rows([{"q": "one"}, {"q": value}], prompt_column="q", source="set")
+
+
+def test_ids_and_categories_come_from_columns():
+    rows = [{"q": "one", "n": 4, "kind": "a"}, {"q": "two", "n": 5, "kind": None}]
+    prompts, _ = prompts_of_rows(rows, prompt_column="q", id_column="n", category_column="kind", category="unused")
+    assert [(p.id, p.category) for p in prompts] == [("4", "a"), ("5", "")]
+    with pytest.raises(ValueError, match="set has several prompts with the id '4'"):
+        prompts_of_rows([rows[0], rows[0]], prompt_column="q", id_column="n", source="set")
+
+
+def test_a_limit_spreads_evenly():
+    assert spread_indices(6, 3) == [0, 2, 4] and spread_indices(3, 6) == spread_indices(3, None) == [0, 1, 2]
+    assert spread_indices(0, 6) == []

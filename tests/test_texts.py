@@ -2,6 +2,7 @@ import gzip
 import json
 import random
 
+import datasets
 import pytest
 from drafter_texts import write_texts
 
@@ -122,3 +123,49 @@ def test_a_text_that_the_target_cannot_read_is_named():
         ValueError, match=r"Text 'a-6' has 11 tokens, the target takes 10 \(2 of 4 texts are too long\)"
     ):
         check_texts(texts, vocab_size=10, max_length=10)
+
+
+DRAWN = [
+    Text("p-t1-s1", "all", (1, 2), (3, 4, 5), prompt_id="p", source="some set", temperature=1.0, seed=2**47 + 1),
+    Text("p", "maths", (1, 2), (3, 4), prompt_id="p", source="some set"),
+]
+
+
+def rows_of(texts):
+    return [{**t.__dict__, "prompt_ids": list(t.prompt_ids), "answer_ids": list(t.answer_ids)} for t in texts]
+
+
+def test_where_a_text_is_from_and_how_it_was_drawn_is_read_from_files_and_folders(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(DRAWN)))
+    assert read_texts(file) == DRAWN
+    # Other columns are not looked at, and an empty category is the same as none.
+    more = [{**row, "finish": "stop", "category": row["category"].replace("all", "")} for row in rows_of(DRAWN)]
+    datasets.Dataset.from_list(more).save_to_disk(str(tmp_path / "folder"))
+    assert read_texts(tmp_path / "folder") == DRAWN == read_texts(str(tmp_path / "folder"))
+
+
+def test_a_folder_without_texts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no dataset\. Expected a folder that `blockpilot prepare` wrote"):
+        read_texts(tmp_path)
+    datasets.Dataset.from_list([{"prompt_ids": [1], "text": "a"}]).save_to_disk(str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="has no column answer_ids, it has prompt_ids, text"):
+        read_texts(tmp_path / "other")
+    datasets.Dataset.from_list([{"prompt_ids": [1], "answer_ids": [2]}]).save_to_disk(str(tmp_path / "short"))
+    with pytest.raises(ValueError, match="holds no text with an answer"):
+        read_texts(tmp_path / "short")
+    datasets.Dataset.from_list([{"prompt_ids": [1], "answer_ids": [2, 3]}]).save_to_disk(str(tmp_path / "good"))
+    assert read_texts(tmp_path / "good") == [Text("row-0", "all", (1,), (2, 3))]
+    (tmp_path / "good" / "state.json").unlink()
+    (tmp_path / "good" / "settings.json").write_text("{}")
+    with pytest.raises(ValueError, match="good is not finished"):
+        read_texts(tmp_path / "good")
+
+
+def test_a_temperature_that_is_no_number_is_named(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"prompt_ids": [1], "answer_ids": [1, 2], "temperature": "hot"}\n')
+    with pytest.raises(ValueError, match=r"texts\.jsonl:1 has a `temperature` or `seed` that is no number"):
+        read_texts(path)
+    path.write_text('{"prompt_ids": [1], "answer_ids": [1, 2], "temperature": "0.5", "seed": null}\n')
+    assert (read_texts(path)[0].temperature, read_texts(path)[0].seed) == (0.5, 0)
