@@ -1,25 +1,30 @@
-"""What decoding would have accepted at each block size, on a text whose tokens are known.
+"""What decoding would have accepted at each block size, on texts whose tokens are known.
 
 With one-hot proposals the text is the target's at every block size, so whether a drafted token is accepted depends on
-the anchor's position and the block size alone: it must equal the text's token, and so must those before it. One
-drafter pass over many anchors gives all accepted counts, and walking `p -> p + accepted + 1` gives the steps that
-decoding would take. It speaks of the numerics that it ran in: with states as [`target_states`] gives them in float32,
-of decoding in float32. Knows nothing of sampling: the text says what was drawn.
+the anchor's position and the block size alone: it must equal the text's token, and so must those before it. [`walk`]
+takes the steps that decoding would take, at all sizes and in several texts together; [`replay`] tells the accepted
+count after every anchor of one text. Both speak of the numerics that they ran in: with states as [`target_states`]
+gives them in float32, of decoding in float32. Neither knows of sampling: the text says what was drawn.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .checks import vocab_rows
-from .parallel_drafting import draft_states, noise_embeds
+from .parallel_drafting import Blocks, DraftContext, draft_blocks, embed_noise
 from .texts import Text
 
+# Of one size, in one text and pass.
 _ANCHORS_AT_ONCE = 128
+# Of all blocks in a batch of texts.
+_POSITIONS_AT_ONCE = 2048
+# Of the contexts in one batch of texts, padding included.
+_CONTEXT_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
@@ -74,35 +79,180 @@ def replay(
     Returns:
         [`Replay`]
     """
-    ids = torch.tensor(text.ids, device=drafter.device)
-    head = target.get_output_embeddings()
-    shared = min(getattr(drafter.config, "vocab_size", None) or vocab_rows(target), vocab_rows(target))
-    limit = getattr(drafter.config, "max_position_embeddings", None) or math.inf
-    anchors = torch.arange(len(text.prompt_ids), len(ids) - 1, device=drafter.device)
-    context = context_hidden_states.to(drafter.device, drafter.dtype)
-    padded = torch.cat([ids, ids.new_full((max(block_sizes),), -1)])  # no token after the end is accepted
-    counts: dict[int, list[int]] = {}
-    for block_size in sorted({size for size in block_sizes if size > 1}):
-        found: list[int] = []
-        # Past its position limit a drafter is not asked.
-        within = anchors[anchors + block_size <= limit]
-        for part in within.split(_ANCHORS_AT_ONCE) if len(within) else ():
-            noise = noise_embeds(drafter, target.get_input_embeddings(), ids[part], block_size)
-            states = draft_states(drafter, context[: int(part[-1])], part, noise)[:, 1:]
-            expected = padded[part[:, None] + torch.arange(1, block_size, device=part.device)]
-            accepted = torch.zeros(len(part), dtype=torch.long, device=part.device)
-            alive = torch.arange(len(part), device=part.device)
-            # The head is most of the cost, and nothing counts after the first token that differs.
-            for k in range(block_size - 1):
-                # As in decoding, the head computes in the dtype of the target's states.
-                logits = drafter.draft_logits(states[alive, k].to(context_hidden_states), head)[:, :shared]
-                alive = alive[logits.argmax(-1).to(part.device) == expected[alive, k]]
-                if len(alive) == 0:
-                    break
-                accepted[alive] += 1
-            found += accepted.tolist()
-        counts[block_size] = found + [0] * (len(anchors) - len(within))
+    sizes = sorted({size for size in block_sizes if size > 1})
+    first, end = len(text.prompt_ids), len(text.ids) - 1
+    counts: dict[int, list[int]] = {size: [] for size in sizes}
+    if sizes and first < end:
+        context = DraftContext.of(drafter, context_hidden_states[:end])
+        judge = _Judge(target, drafter, context_hidden_states.dtype)
+        for size in sizes:
+            # Past its position limit a drafter is not asked.
+            anchors = range(first, int(min(end, max(first, judge.limit - size + 1))))
+            for start in range(0, len(anchors), _ANCHORS_AT_ONCE):
+                blocks = [(anchor, size) for anchor in anchors[start : start + _ANCHORS_AT_ONCE]]
+                counts[size] += judge([text.ids], context, [blocks])[0]
+            counts[size] += [0] * (end - first - len(anchors))
     return Replay(text=text, num_accepted=counts)
+
+
+@torch.no_grad()
+def walk(
+    target: Any,
+    drafter: Any,
+    texts: Sequence[Text],
+    contexts: Iterable[torch.Tensor],
+    block_sizes: Sequence[int],
+) -> list[dict[int, tuple[int, ...]]]:
+    """
+    The verification steps that decoding takes on each text at each block size. A round drafts one block for every text
+    and size that has not come to the end of its text, all in one pass.
+
+    Args:
+        contexts (`Iterable[torch.Tensor]`): The target's states of each text `(length, hidden_size * num_taps)`, in the
+            target's dtype. Taken one after another, and none is kept.
+        block_sizes (`Sequence[int]`): 1 is plain decoding and needs no drafter pass.
+
+    Returns:
+        `list[dict[int, tuple[int, ...]]]`: per text and block size the accepted counts of all steps, in order.
+    """
+    sizes = sorted(set(block_sizes))
+    states = iter(contexts)
+    walked: list[dict[int, tuple[int, ...]]] = []
+    for batch in _batches(texts, sizes):
+        rows = []
+        for text in batch:
+            context = next(states)
+            dtype = context.dtype
+            rows.append(DraftContext.of(drafter, context[: len(text.ids) - 1]))
+        walked += _walk_batch(_Judge(target, drafter, dtype), batch, DraftContext.of_rows(rows), sizes)
+    return walked
+
+
+def _batches(texts: Sequence[Text], sizes: Sequence[int]) -> Iterator[Sequence[Text]]:
+    """Neighbours, as many as memory allows: the blocks' positions and the contexts in one pass are limited."""
+    width, start = sum(sizes), 0
+    while start < len(texts):
+        end, longest = start + 1, len(texts[start].ids)
+        while end < len(texts) and (end + 1 - start) * width <= _POSITIONS_AT_ONCE:
+            longest = max(longest, len(texts[end].ids))
+            if (end + 1 - start) * longest > _CONTEXT_AT_ONCE:
+                break
+            end += 1
+        yield texts[start:end]
+        start = end
+
+
+def _walk_batch(
+    judge: "_Judge", texts: Sequence[Text], context: DraftContext, sizes: Sequence[int]
+) -> list[dict[int, tuple[int, ...]]]:
+    counts: list[dict[int, list[int]]] = [{size: [] for size in sizes} for _ in texts]
+
+    def next_block(row: int, size: int) -> tuple[int, int] | None:
+        """Where the walker drafts next; without drafting it goes on to there, or to the end."""
+        text, taken = texts[row], counts[row][size]
+        anchor = len(text.prompt_ids) + sum(taken) + len(taken)
+        left = len(text.ids) - 1 - anchor
+        # Plain steps: past the drafter's limit, and for a last token, which needs no draft.
+        if left > 1 and size > 1 and anchor + size <= judge.limit:
+            return anchor, size
+        taken.extend([0] * left)
+        return None
+
+    in_batch = list(range(len(texts)))  # the texts that have a row of `context`
+    while True:
+        blocks = {row: [block for size in sizes if (block := next_block(row, size))] for row in in_batch}
+        busy = [row for row in in_batch if blocks[row]]
+        if not busy:
+            return [{size: tuple(steps) for size, steps in of_text.items()} for of_text in counts]
+        if len(busy) < len(in_batch):
+            context = context.rows([in_batch.index(row) for row in busy])
+            in_batch = busy
+        found = judge([texts[row].ids for row in busy], context, [blocks[row] for row in busy])
+        for row, accepted in zip(busy, found, strict=True):
+            for (anchor, size), count in zip(blocks[row], accepted, strict=True):
+                # The last token is always the target's own pick.
+                counts[row][size].append(min(count, len(texts[row].ids) - 2 - anchor))
+
+
+class _Judge:
+    """
+    Drafts blocks in texts and counts, for each, the drafted tokens that are the text's, up to the first other one.
+
+    Args:
+        head_dtype (`torch.dtype`): Of the target's states: as in decoding, the head computes in it.
+    """
+
+    def __init__(self, target: Any, drafter: Any, head_dtype: torch.dtype):
+        self.drafter, self.head_dtype = drafter, head_dtype
+        self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
+        self.head_device = getattr(getattr(self.head, "weight", None), "device", target.device)
+        self.num_ids = min(getattr(drafter.config, "vocab_size", None) or vocab_rows(target), vocab_rows(target))
+        # An anchor and its block must end here.
+        self.limit = getattr(drafter.config, "max_position_embeddings", None) or math.inf
+
+    def __call__(
+        self,
+        ids: Sequence[tuple[int, ...]],
+        context: DraftContext,
+        rows: Sequence[Sequence[tuple[int, int]]],
+    ) -> list[list[int]]:
+        """
+        Args:
+            ids (`Sequence[tuple[int, ...]]`): Tokens of each row's text.
+            context ([`DraftContext`]): A row for each.
+            rows: Blocks of each row, as [`Blocks.of`] takes them.
+
+        Returns:
+            `list[list[int]]`: the accepted count of each block.
+        """
+        device = self.drafter.device
+        blocks = Blocks.of(rows, device)
+        width = blocks.index.shape[1]
+        anchor_ids = [[ids[row][anchor] for anchor, _ in found] for row, found in enumerate(rows)]
+        sizes = [size for found in rows for _, size in found]
+        # Places of the anchors in all positions, row after row.
+        places, expected = [], []
+        for row, found in enumerate(rows):
+            place = row * width
+            for anchor, size in found:
+                places.append(place)
+                place += size
+                # What a block should say; past the end of the text no token is right.
+                follow = ids[row][anchor + 1 : anchor + size]
+                expected.append([*follow, *[-1] * (max(sizes) - 1 - len(follow))])
+        noise_ids = torch.full(blocks.index.shape, self.drafter.config.mask_token_id, device=device)
+        starts = torch.tensor(places, device=device)
+        noise_ids.view(-1)[starts] = torch.tensor([i for row_ids in anchor_ids for i in row_ids], device=device)
+        states = draft_blocks(self.drafter, context, blocks, embed_noise(self.drafter, self.embedding, noise_ids))
+        accepted = self._count(states.flatten(0, 1), starts, sizes, torch.tensor(expected, device=device))
+        return [[accepted.pop(0) for _ in found] for found in rows]
+
+    def _count(self, states: torch.Tensor, starts: torch.Tensor, sizes: list[int], expected: torch.Tensor) -> list[int]:
+        """The head is much of the cost, and nothing counts after the first token that differs."""
+        lengths = torch.tensor(sizes, device=states.device)
+        accepted = torch.zeros_like(lengths)
+        alive = torch.arange(len(sizes), device=states.device)
+        for k in range(1, max(sizes)):
+            alive = alive[lengths[alive] > k]
+            if len(alive) == 0:
+                break
+            drafted = states[starts[alive] + k].to(self.head_device, self.head_dtype)
+            logits = self.drafter.draft_logits(drafted, self.head)[:, : self.num_ids]
+            alive = alive[logits.argmax(-1).to(alive.device) == expected[alive, k - 1]]
+            accepted[alive] += 1
+        return accepted.tolist()
+
+
+def check_replayable(drafter: Any) -> None:
+    """
+    Raises:
+        `ValueError`: for a drafter that drafts in a way of its own.
+    """
+    if hasattr(drafter, "draft_block") or not hasattr(drafter, "draft_logits"):
+        raise ValueError(
+            f"Replay needs a DFlash drafter, which drafts by its layers alone, got a {type(drafter).__name__}. Name "
+            "one that was trained for this target."
+        )
 
 
 def acceptance_by_group(replays: Sequence[Replay], block_size: int) -> dict[str, dict[str, float | int]]:
@@ -117,4 +267,4 @@ def acceptance_by_group(replays: Sequence[Replay], block_size: int) -> dict[str,
     }
 
 
-__all__ = ["Replay", "acceptance_by_group", "replay"]
+__all__ = ["Replay", "acceptance_by_group", "check_replayable", "replay", "walk"]

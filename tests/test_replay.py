@@ -1,12 +1,16 @@
 """Replaying a text says what decoding would do on it, step by step."""
 
+import weakref
+
 import pytest
 import torch
 from conftest import fit_drafter, make_drafter, make_prompt, make_target, plain_generate
 from drafter_texts import make_text
 
+import blockpilot_hf.replay as replay_module
 from blockpilot_hf import BlockPilot
-from blockpilot_hf.replay import Replay, acceptance_by_group, replay
+from blockpilot_hf.parity import ScriptedDrafter
+from blockpilot_hf.replay import Replay, acceptance_by_group, check_replayable, replay, walk
 from blockpilot_hf.target_states import target_states
 from blockpilot_hf.texts import Text
 
@@ -58,6 +62,11 @@ def decoded_steps(target, drafter, text, block_size, **settings):
 
 def replayed(target, drafter, text, sizes=SIZES):
     return replay(target, drafter, text, target_states(target, drafter.config.target_layer_ids, text).context, sizes)
+
+
+def walked(target, drafter, texts, sizes=(1, *SIZES)):
+    contexts = (target_states(target, drafter.config.target_layer_ids, text).context for text in texts)
+    return walk(target, drafter, texts, contexts, sizes)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -148,6 +157,96 @@ def test_bfloat16_is_replayed_in_the_dtypes_of_decoding():
     assert all(len(counts) == 11 for counts in walk.num_accepted.values())
     in_float32 = replayed(target, make_drafter(target), text)  # a drafter in another dtype than the target
     assert in_float32.num_accepted.keys() == walk.num_accepted.keys()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_walking_texts_of_different_lengths_together_takes_the_steps_of_decoding(pairs, name):
+    target, drafter = pairs(name)
+    # The first is the text that the drafter knows: its walkers are done long before those of the others.
+    texts = [make_text(target, seed=s, length=n, num_new=m) for s, n, m in ((0, 10, 24), (0, 11, 32), (1, 7, 9))]
+    steps = walked(target, drafter, texts, [8, 1, 12, 4, 2])
+    for text, found in zip(texts, steps, strict=True):
+        assert list(found) == [1, 2, 4, 8, 12]
+        for size, counts in found.items():
+            assert list(counts) == decoded_steps(target, drafter, text, size)
+
+
+def test_walking_sampled_texts_takes_the_steps_of_sampling(pairs):
+    target, drafter = pairs("qwen3")
+    prompt = torch.tensor([make_text(target, length=11, num_new=1).prompt_ids])
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 1.0}
+    for seed in range(2):
+        answer = plain_generate(target, prompt, seed=seed, max_new_tokens=NUM_NEW, **sampling)[0, 11:]
+        text = Text("", "all", tuple(prompt[0].tolist()), tuple(answer.tolist()))
+        for size, counts in walked(target, drafter, [text])[0].items():
+            torch.manual_seed(seed)
+            assert list(counts) == decoded_steps(target, drafter, text, size, **sampling)
+
+
+def test_walking_stops_where_text_budget_and_drafter_end(pairs):
+    target, fitted = pairs("qwen3")
+    drafter = make_drafter(target, max_position_embeddings=30)
+    drafter.load_state_dict(fitted.state_dict())
+    whole = make_text(target, length=11, num_new=NUM_NEW)
+    eos = whole.answer_ids[9]
+    ended = make_text(target, length=11, num_new=NUM_NEW, eos_token_id=eos)
+    texts = [whole, ended, *(make_text(target, length=11, num_new=n) for n in (1, 2, 3))]
+    for kind in (fitted, drafter):
+        for text, found in zip(texts, walked(target, kind, texts), strict=True):
+            settings = {"eos_token_id": eos} if text is ended else {}
+            for size, counts in found.items():
+                assert list(counts) == decoded_steps(target, kind, text, size, **settings)
+    assert walked(target, drafter, [whole]) != walked(target, fitted, [whole])
+
+
+def test_walking_and_all_positions_tell_the_same(pairs):
+    target, drafter = pairs("llama, sliding drafter")
+    texts = [make_text(target, seed=seed, length=5 + seed, num_new=20 + seed) for seed in range(5)]
+    for text, found in zip(texts, walked(target, drafter, texts), strict=True):
+        everywhere = replayed(target, drafter, text)
+        assert {size: tuple(everywhere.steps(size)) for size in (1, *SIZES)} == found
+
+
+def test_batches_of_any_size_walk_alike(pairs, monkeypatch):
+    target, drafter = pairs("qwen3")
+    texts = [make_text(target, seed=seed, length=5 + seed, num_new=20) for seed in range(5)]
+    together = walked(target, drafter, texts)
+    alone = [walked(target, drafter, [text])[0] for text in texts]
+    assert together == alone
+    rows = []
+    draft = replay_module.draft_blocks
+    monkeypatch.setattr(
+        replay_module, "draft_blocks", lambda *args: rows.append(args[2].index.shape[0]) or draft(*args)
+    )
+    for name, limit, most in (("_POSITIONS_AT_ONCE", 48, 2), ("_CONTEXT_AT_ONCE", 70, 2), ("_CONTEXT_AT_ONCE", 1, 1)):
+        rows.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(replay_module, name, limit)
+            assert walked(target, drafter, texts) == together
+        assert max(rows) == most
+
+
+def test_walking_holds_the_states_of_one_text_at_a_time(pairs):
+    target, drafter = pairs("qwen3")
+    texts = [make_text(target, seed=seed, num_new=8) for seed in range(3)]
+    alive = []
+
+    def contexts():
+        for text in texts:
+            context = target_states(target, drafter.config.target_layer_ids, text).context
+            alive.append(weakref.ref(context))
+            assert sum(ref() is not None for ref in alive) <= 2  # this one, and the last one that is being let go
+            yield context
+            del context
+
+    assert walk(target, drafter, texts, contexts(), SIZES) == walked(target, drafter, texts, SIZES)
+
+
+def test_a_drafter_that_drafts_in_a_way_of_its_own_is_refused(pairs):
+    target, drafter = pairs("qwen3")
+    with pytest.raises(ValueError, match=r"Replay needs a DFlash drafter.*got a ScriptedDrafter. Name one that was"):
+        check_replayable(ScriptedDrafter(target))
+    check_replayable(drafter)
 
 
 def test_steps_walk_from_anchor_to_anchor():

@@ -1,0 +1,288 @@
+"""A sweep: what decoding does on known texts at every block size, as a dataset.
+
+The steps come from walking the target's own answers ([`walk`]), so all sizes are compared on one and the same text, at
+a fraction of what decoding it at every size takes. Next to them stand the features that a policy reads of the prompt.
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .candidate_generator import position_limits
+from .checks import check_pair, vocab_rows
+from .features import policy_features
+from .packing import PackedLinear
+from .replay import check_replayable, replay, walk
+from .target_states import weights_fingerprint
+from .texts import Text, check_texts
+from .units import Progress, is_finished, read_settings, require_extra, run_units
+
+_TEXTS_PER_UNIT = 8
+
+_COLUMNS = {
+    "id": "string",
+    "prompt_id": "string",
+    "category": "string",
+    "temperature": "float64",
+    "seed": "int64",
+    "prompt_hash": "string",
+    "num_prompt_tokens": "int32",
+    "num_new_tokens": "int32",
+    "num_accepted": "int32[][]",  # in the order of the settings' `block_sizes`
+    "features": "float32[]",
+}
+_LOGITS = {"logits": "float32[]"}
+_ALL_POSITIONS = {"accepted_at": "int32[][]"}  # likewise, then by anchor
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """
+    One text.
+
+    Args:
+        prompt_hash (`str`): As [`Text.prompt_hash`].
+        num_new_tokens (`int`): Of the answer. The first one comes from the prefill, so steps give one less.
+        num_accepted (`dict[int, tuple[int, ...]]`): By block size, the accepted count of every step, in order.
+        features (`tuple[float, ...]`): The `compact` features of the prefill, for this text's sampling settings.
+        logits (`tuple[float, ...]`, *optional*): The target's logits at the last prompt position, if they were kept.
+    """
+
+    id: str
+    prompt_id: str
+    category: str
+    temperature: float
+    seed: int
+    prompt_hash: str
+    num_prompt_tokens: int
+    num_new_tokens: int
+    num_accepted: dict[int, tuple[int, ...]]
+    features: tuple[float, ...]
+    logits: tuple[float, ...] | None = None
+
+    def num_steps(self, block_size: int) -> int:
+        """
+        Verification steps at a block size.
+
+        Raises:
+            `ValueError`: for a size that was not swept.
+        """
+        if block_size not in self.num_accepted:
+            raise ValueError(f"Block size {block_size} was not swept, only {sorted(self.num_accepted)}.")
+        return len(self.num_accepted[block_size])
+
+    def acceptance_length(self, block_size: int) -> float:
+        """Tokens per verification step at a block size; 1 where there is no step, as in plain decoding."""
+        steps = self.num_steps(block_size)
+        return (self.num_new_tokens - 1) / steps if steps else 1.0
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """
+    Args:
+        rows (`list[SweepRow]`): The texts, from the shortest to the longest.
+        block_sizes (`tuple[int, ...]`): Rising.
+        settings (`dict`): What the rows depend on: models, block sizes, texts.
+    """
+
+    rows: list[SweepRow]
+    block_sizes: tuple[int, ...]
+    settings: dict[str, Any]
+
+
+def write_sweep(
+    target: Any,
+    drafter: Any,
+    texts: Sequence[Text],
+    block_sizes: Sequence[int],
+    output: str | Path,
+    *,
+    max_new_tokens: int | None = None,
+    keep_logits: bool = False,
+    all_positions: bool = False,
+    target_name: str | None = None,
+    drafter_name: str | None = None,
+    progress: Progress | None = None,
+) -> Sweep:
+    """
+    Walk all texts at all block sizes and keep what comes out in a folder, some texts at a time: a second call goes on,
+    and several processes share the work ([`run_units`]).
+
+    Args:
+        texts (`Sequence[Text]`): With ids of their own.
+        block_sizes (`Sequence[int]`): 1 is plain decoding, and costs nothing.
+        output (`str` or `Path`): Folder of the dataset.
+        max_new_tokens (`int`, *optional*): Only that much of every answer counts, as if decoding had ended there.
+        keep_logits (`bool`, *optional*): Keep the prefill's logits too, for policies that read the whole vocabulary.
+        all_positions (`bool`, *optional*):
+            Also the accepted counts after every anchor, in the column `accepted_at`. Takes longer.
+        target_name, drafter_name (`str`, *optional*): For the settings; by default as the models' configs name them.
+        progress (`Callable`, *optional*): See [`run_units`].
+
+    Returns:
+        [`Sweep`]
+
+    Raises:
+        `ValueError`: for texts that the target cannot have written, two texts of one id, block sizes that are none, a
+            drafter that cannot be replayed, and an output folder of other settings.
+        `ImportError`: if `datasets` is not installed.
+    """
+    sizes = sorted(set(block_sizes))
+    if not sizes or sizes[0] < 1:
+        raise ValueError(f"`block_sizes` must be integers >= 1, got {list(block_sizes)}.")
+    check_pair(target, drafter)
+    check_replayable(drafter)
+    texts = [replace(text, answer_ids=text.answer_ids[:max_new_tokens]) for text in texts]
+    limits = [limit for limit, _ in position_limits(target)]
+    check_texts(texts, vocab_size=vocab_rows(target), max_length=min(limits, default=2**62))
+    seen: set[str] = set()
+    for text in texts:
+        if text.id in seen:
+            raise ValueError(f"Several texts have the id {text.id!r}. Results are kept by id: rename them.")
+        seen.add(text.id)
+    ordered = sorted(texts, key=lambda text: (len(text.ids), text.id))
+    settings = {
+        "target": target_name or _name_of(target),
+        "target_fingerprint": weights_fingerprint(target),
+        "drafter": drafter_name or _name_of(drafter),
+        "drafter_fingerprint": weights_fingerprint(drafter),
+        "training_block_size": drafter.config.block_size,
+        "block_sizes": sizes,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "is_packed": any(isinstance(module, PackedLinear) for module in target.modules()),
+        "max_new_tokens": max_new_tokens,
+        "texts_fingerprint": _fingerprint(ordered),
+        "temperatures": sorted({text.temperature for text in texts}),
+        "keep_logits": keep_logits,
+        "all_positions": all_positions,
+    }
+
+    def compute(unit: list[Text]) -> list[dict[str, Any]]:
+        return _rows(target, drafter, unit, sizes, keep_logits=keep_logits, all_positions=all_positions)
+
+    run_units(
+        [ordered[i : i + _TEXTS_PER_UNIT] for i in range(0, len(ordered), _TEXTS_PER_UNIT)],
+        compute,
+        output,
+        settings=settings,
+        columns={**_COLUMNS, **(_LOGITS if keep_logits else {}), **(_ALL_POSITIONS if all_positions else {})},
+        description=f"units of {_TEXTS_PER_UNIT} texts",
+        progress=progress,
+    )
+    return read_sweep(output)
+
+
+def read_sweep(path: str | Path) -> Sweep:
+    """
+    A sweep from its folder.
+
+    Raises:
+        `ValueError`: if the folder holds none, or one that is not finished.
+        `ImportError`: if `datasets` is not installed.
+    """
+    settings = read_settings(path)
+    if "block_sizes" not in settings or not is_finished(path):
+        raise ValueError(f"{path} holds no sweep. Name a folder that `blockpilot sweep` wrote.")
+    rows = require_extra("datasets").load_from_disk(str(path))
+    sizes = tuple(settings["block_sizes"])
+    wanted = [name for name in SweepRow.__dataclass_fields__ if name in rows.column_names]
+    return Sweep([_row(entry, sizes) for entry in rows.select_columns(wanted)], sizes, settings)
+
+
+def prefill_and_context(target: Any, drafter: Any, text: Text) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What a prefill of the text's prompt shows a policy, and what the drafter reads of the whole text, by one pass.
+
+    Returns:
+        `tuple(torch.Tensor, torch.Tensor)`: logits `(1, vocab_size)` at the last prompt position, and states
+        `(length, hidden_size * num_taps)`.
+    """
+    last = len(text.prompt_ids) - 1
+    taps = [i + 1 for i in drafter.config.target_layer_ids]
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([text.ids], device=target.device)}
+    is_selective = "logits_to_keep" in inspect.signature(target.forward).parameters
+    if is_selective:
+        inputs["logits_to_keep"] = torch.tensor([last], device=target.device)
+    with torch.no_grad():
+        outputs = target(**inputs, output_hidden_states=taps, use_cache=False)
+    logits = outputs.logits[:, 0] if is_selective else outputs.logits[:, last]
+    return logits, torch.cat([outputs.hidden_states[i] for i in taps], dim=-1)[0]
+
+
+def _rows(
+    target: Any, drafter: Any, texts: list[Text], sizes: list[int], *, keep_logits: bool, all_positions: bool
+) -> list[dict[str, Any]]:
+    prefills: list[torch.Tensor] = []
+    accepted_at: list[dict[int, list[int]]] = []
+    walked: list[dict[int, tuple[int, ...]]] = []
+
+    def contexts() -> Iterator[torch.Tensor]:
+        for text in texts:
+            logits, context = prefill_and_context(target, drafter, text)
+            prefills.append(logits.float())
+            yield context
+
+    if all_positions:
+        for text, context in zip(texts, contexts(), strict=True):
+            found = replay(target, drafter, text, context, sizes)
+            accepted_at.append({1: [0] * (len(text.answer_ids) - 1), **found.num_accepted})
+            walked.append({size: tuple(found.steps(size)) for size in sizes})
+    else:
+        walked = walk(target, drafter, texts, contexts(), sizes)
+    rows = []
+    for i, text in enumerate(texts):
+        features = policy_features(prefills[i], kind="compact", temperature=text.temperature)
+        row = {
+            "id": text.id,
+            "prompt_id": text.prompt_id or text.id,
+            "category": text.category,
+            "temperature": text.temperature,
+            "seed": text.seed,
+            "prompt_hash": text.prompt_hash,
+            "num_prompt_tokens": len(text.prompt_ids),
+            "num_new_tokens": len(text.answer_ids),
+            "num_accepted": [list(walked[i][size]) for size in sizes],
+            "features": features[0].tolist(),
+        }
+        if keep_logits:
+            row["logits"] = policy_features(prefills[i], kind="logits")[0].tolist()
+        if all_positions:
+            row["accepted_at"] = [accepted_at[i][size] for size in sizes]
+        rows.append(row)
+    return rows
+
+
+def _row(entry: dict[str, Any], sizes: tuple[int, ...]) -> SweepRow:
+    counts = zip(sizes, entry["num_accepted"], strict=True)
+    logits = entry.get("logits")
+    return SweepRow(
+        **{
+            **entry,
+            "num_accepted": {size: tuple(steps) for size, steps in counts},
+            "features": tuple(entry["features"]),
+            "logits": None if logits is None else tuple(logits),
+        }
+    )
+
+
+def _fingerprint(texts: Sequence[Text]) -> str:
+    """16 hex digits over ids, tokens and sampling settings."""
+    entries = [
+        [text.id, text.prompt_ids, text.answer_ids, text.temperature, text.seed, text.category] for text in texts
+    ]
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
+
+
+def _name_of(model: Any) -> str:
+    """Without the folders above it: they are others on every machine."""
+    return str(model.config._name_or_path).rstrip("/").rpartition("/")[2]
+
+
+__all__ = ["Sweep", "SweepRow", "prefill_and_context", "read_sweep", "write_sweep"]
