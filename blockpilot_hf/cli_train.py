@@ -1,5 +1,6 @@
 """`blockpilot train-drafter`: from texts that a target wrote to a drafter for it, and what that is worth."""
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,27 +10,31 @@ from rich.console import Console
 
 from .cli_common import Dtype, Target, load_target
 from .drafter_recipe import DrafterTrainingConfig, default_gamma
+from .drafter_record import hold_out, progress_of, quick_part, read_training_prompts, source_record
 from .drafter_run import DrafterRun, only_run_in
 from .drafter_start import DEFAULT_BLOCK_SIZE, DEFAULT_NUM_LAYERS, drafter_from_target
 from .drafter_training import CHECKPOINT_EVERY, VALIDATE_EVERY, DrafterTrainer
 from .embedded import EMBEDDED_MASK_TOKEN_ID, EMBEDDED_TARGET_LAYER_IDS
 from .loading import load_drafter
 from .modeling_dflash import DFlashDraftModel
-from .texts import first_of_each_category, read_texts, split_by_prompt, spread
+from .processes import Processes
+from .target_states import weights_fingerprint
+from .texts import read_texts, spread
+from .training_plot import check_plot
 
 # While training goes on; the result is judged on all that are held out.
 _QUICK_PER_CATEGORY = 10
+_VALIDATION_PROMPTS = 20
 _Recipe = DrafterTrainingConfig
 
 
 def train_drafter(
     texts: Annotated[
-        Path,
+        list[Path],
         typer.Argument(
             exists=True,
-            dir_okay=False,
-            help="Texts that the target wrote: .jsonl or .jsonl.gz with `prompt_ids`, `answer_ids` and optionally "
-            "`category` per line.",
+            help="Texts that the target wrote: folders that `blockpilot prepare` made, .jsonl or .jsonl.gz with "
+            "`prompt_ids`, `answer_ids` and optionally `category` per line. Several may be given.",
         ),
     ],
     output: Annotated[
@@ -43,6 +48,14 @@ def train_drafter(
     block_size: Annotated[
         int | None,
         typer.Option(min=2, help="Positions of a block, the anchor included.", show_default=str(DEFAULT_BLOCK_SIZE)),
+    ] = None,
+    mixed_block_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Block sizes of which one is drawn for every visit of a text, such as 4,8,16. The drafter's own, "
+            "--block-size, is one of them, the largest by default.",
+            show_default="always --block-size",
+        ),
     ] = None,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Layers of the drafter.", show_default=str(DEFAULT_NUM_LAYERS))
@@ -72,6 +85,9 @@ def train_drafter(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps. May be changed to go on.")] = _Recipe.steps,
     sequences_per_step: Annotated[int, typer.Option(min=1, help="Texts per step.")] = _Recipe.sequences_per_step,
+    accumulation: Annotated[
+        int, typer.Option(min=1, help="How many times that many texts make a step.")
+    ] = _Recipe.accumulation,
     anchors: Annotated[int, typer.Option(min=1, help="Anchors per text.")] = _Recipe.anchors_per_sequence,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its highest.")] = _Recipe.learning_rate,
     gamma: Annotated[
@@ -83,13 +99,27 @@ def train_drafter(
     distillation: Annotated[
         float, typer.Option(help="Share of the loss taken against the target's whole distribution.")
     ] = _Recipe.distillation,
+    mixed_precision: Annotated[
+        str, typer.Option(metavar="no|bf16", help="bf16: the drafter's passes in bfloat16, weights in float32.")
+    ] = _Recipe.mixed_precision,
     seed: Annotated[int, typer.Option(help="Of start, order and anchors.")] = _Recipe.seed,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Train on that many texts, a like share of every category.")
     ] = None,
     validation_prompts: Annotated[
-        int, typer.Option(min=0, help="Prompts of each category that are held out, at most a fifth.")
-    ] = 20,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Prompts of each category that are held out, at most a fifth.",
+            show_default=str(_VALIDATION_PROMPTS),
+        ),
+    ] = None,
+    validation_texts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, help="Texts of other prompts to judge the drafter on.", show_default="prompts held out"
+        ),
+    ] = None,
     validate_every: Annotated[int, typer.Option(min=1, help="Steps from one validation to the next.")] = VALIDATE_EVERY,
     checkpoint_every: Annotated[
         int, typer.Option(min=1, help="Steps from one checkpoint to the next.")
@@ -103,31 +133,69 @@ def train_drafter(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Compute the target's states at every visit instead of keeping them.")
     ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            metavar="FILE.png",
+            help="Draw loss, tau, learning rate and pace at every validation and at the end. With a finished run's "
+            "command only this is done.",
+        ),
+    ] = None,
 ) -> None:
     """Train a drafter on TEXTS. Stopped or killed, the same command goes on and ends with the same weights."""
     if recompute and states is not None:
         raise ValueError("`--states` keeps the target's states, `--recompute` does not. Give one of the two.")
-    with only_run_in(output):
-        start = None
+    if validation_texts is not None and validation_prompts is not None:
+        raise ValueError("`--validation-texts` takes the place of `--validation-prompts`. Give one of the two.")
+    if plot is not None:
+        check_plot(plot)
+    with Processes.current() as processes, only_run_in(output) if processes.is_main else contextlib.nullcontext():
+        processes.wait()  # the others would read what this folder's run writes, if the main one may not train there
+        console = Console(highlight=False, markup=False, emoji=False, quiet=not processes.is_main)
+        start, earlier, progress = None, set(), []
+        made_of: dict[str, Any] = {}
         if init is not None:
             _refuse_with_init({"--layers": layers, "--target-layers": target_layers, "--mask-token-id": mask_token_id})
             start = _drafter_to_go_on_with(init, block_size)
+            made_of["init"] = {"name": Path(init).name, "fingerprint": weights_fingerprint(start)}
+            earlier, progress = read_training_prompts(init) or set(), progress_of(init)
         elif mask_token_id is None:
             mask_token_id = _default_mask_token_id(target)
-        size = start.config.block_size if start is not None else block_size or DEFAULT_BLOCK_SIZE
+        sizes = _numbers("--mixed-block-sizes", "block sizes", "4,8,16", mixed_block_sizes)
+        mixed = None if sizes is None else tuple(sorted(set(sizes)))
+        size = start.config.block_size if start is not None else block_size or max(mixed or (DEFAULT_BLOCK_SIZE,))
         config = DrafterTrainingConfig(
             steps=steps,
             sequences_per_step=sequences_per_step,
+            accumulation=accumulation,
             anchors_per_sequence=anchors,
             learning_rate=learning_rate,
-            gamma=default_gamma(size) if gamma is None else gamma,
+            gamma=default_gamma(size) if gamma is None and mixed is None else gamma,
+            block_sizes=mixed,
             distillation=distillation,
+            mixed_precision=mixed_precision,
             seed=seed,
         )
-        taps = _layer_ids(target_layers)
+        if mixed is not None and size not in mixed:
+            raise ValueError(
+                f"The drafter's block size {size} is not among `--mixed-block-sizes` {','.join(map(str, mixed))}. Add "
+                "it there, or name one of them with `--block-size`."
+            )
+        taps = _numbers("--target-layers", "layer numbers", "1,8,15", target_layers)
         if taps is None and target is None:
             taps = EMBEDDED_TARGET_LAYER_IDS
-        known, held_out = split_by_prompt(read_texts(texts), validation_prompts)
+        read = [read_texts(path) for path in texts]
+        made_of["texts"] = [source_record(*pair) for pair in zip(texts, read, strict=True)]
+        validation = None if validation_texts is None else read_texts(validation_texts)
+        if validation_texts is not None and validation is not None:
+            made_of["validation_texts"] = source_record(validation_texts, validation)
+        known, held_out = hold_out(
+            [text for part in read for text in part],
+            _VALIDATION_PROMPTS if validation_prompts is None else validation_prompts,
+            validation=validation,
+            earlier=earlier,
+        )
         known = known if limit is None else spread(known, limit)
         # Not packed: kept states would be those of another way to compute them.
         model, _ = load_target(target, dtype, pack=False)
@@ -146,22 +214,27 @@ def train_drafter(
             model,
             start.to(model.device),
             known,
-            first_of_each_category(held_out, _QUICK_PER_CATEGORY),
+            quick_part(held_out, _QUICK_PER_CATEGORY),
             config,
             output,
             None if recompute else states or output / "states",
+            processes=processes,
         )
         run = DrafterRun(
             trainer,
             held_out,
-            texts_file=texts,
+            made_of=made_of,
+            earlier_prompts=earlier,
+            earlier_progress=progress,
             command=["blockpilot", *sys.argv[1:]],
-            console=Console(highlight=False, markup=False, emoji=False),
+            console=console,
+            plot=plot,
         )
         try:
             status = run(validate_every=validate_every, checkpoint_every=checkpoint_every)
         except FloatingPointError as error:
-            print(f"error: {error}", file=sys.stderr)
+            if processes.is_main:
+                print(f"error: {error}", file=sys.stderr)
             status = 1
     raise typer.Exit(status)
 
@@ -195,12 +268,12 @@ def _default_mask_token_id(target: str | None) -> int:
     return EMBEDDED_MASK_TOKEN_ID
 
 
-def _layer_ids(option: str | None) -> list[int] | None:
-    if option is None:
+def _numbers(option: str, what: str, example: str, value: str | None) -> list[int] | None:
+    if value is None:
         return None
-    parts = [part.strip() for part in option.split(",")]
+    parts = [part.strip() for part in value.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"`--target-layers` takes layer numbers separated by commas, such as 1,8,15, got {option!r}.")
+        raise ValueError(f"`{option}` takes {what} separated by commas, such as {example}, got {value!r}.")
     return [int(part) for part in parts]
 
 

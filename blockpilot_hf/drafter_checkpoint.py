@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from .json_lines import append_line
+
 _NAME = "checkpoint"
 
 
@@ -76,13 +78,20 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    output_dir: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
+    output_dir: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    *,
+    defaults: dict[str, Any] | None = None,
 ) -> TrainingState | None:
     """
     Go back to the last checkpoint in `output_dir`; without one, `None` is returned and nothing happens.
 
     Args:
-        settings (`dict`): Those of this run. What the checkpoint says of them must be the same.
+        settings (`dict`): Those of this run, as JSON has them. What the checkpoint says of them must be the same.
+        defaults (`dict`, *optional*):
+            What held for settings that the checkpoint does not name, because it is older than they are.
 
     Raises:
         `ValueError`: if the checkpoint is of another recipe, target or set of texts.
@@ -92,7 +101,7 @@ def load_checkpoint(
         return None
     state = TrainingState(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
     for name, ours in settings.items():
-        theirs = state.settings.get(name, ours)  # earlier versions recorded fewer
+        theirs = state.settings.get(name, (defaults or {}).get(name, ours))
         if theirs != ours:
             raise ValueError(
                 f"{folder} is of another run: `{name}` was {theirs!r} there and is {ours!r} now. "
@@ -102,7 +111,7 @@ def load_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
     return state
 
 
@@ -113,20 +122,25 @@ class TrainingLog:
         self.path = path
 
     def append(self, entry: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as log:
-            log.write(json.dumps(entry) + "\n")
+        append_line(self.path, entry)
+
+    def up_to(self, step: float = math.inf) -> list[dict[str, Any]]:
+        """The entries of all steps until that one."""
+        return [entry for entry in self._entries() if "step" in entry and entry["step"] <= step]
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
         """Removes the lines of later steps, and what a killed run left of a line; returns the others."""
-        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else []
-        entries = [_parse(line) for line in lines if line]
-        kept = [entry for entry in entries if entry.get("step", math.inf) <= step]
-        if len(kept) < len(entries):
+        kept = self.up_to(step)
+        if len(kept) < len(self._entries()):
             beside = self.path.with_suffix(".new")
             beside.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
             os.replace(beside, self.path)
         return kept
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """What was cut off is an empty one."""
+        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else []
+        return [_parse(line) for line in lines if line]
 
 
 def _parse(line: str) -> dict[str, Any]:

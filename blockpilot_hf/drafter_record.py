@@ -1,20 +1,30 @@
 """What is kept of a trained drafter: its folder, and what it is worth on texts that it never saw."""
 
 import copy
+import hashlib
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import cached_file
 
 from .drafter_checkpoint import written_whole
+from .drafter_training import DrafterTrainer, acceptance_groups
+from .json_lines import write_json
 from .modeling_dflash import DFlashDraftModel
-from .replay import Replay, acceptance_by_group, replay
-from .target_states import target_states
-from .texts import Text
+from .processes import Processes
+from .replay import Replay, replay
+from .target_states import target_states, weights_fingerprint
+from .texts import Text, first_of_each_category, split_by_prompt
+
+TRAINING_PROMPTS = "training_prompts.json"
+VALIDATION = "validation.json"
 
 _PACKAGES = ("blockpilot-hf", "torch", "transformers", "safetensors")
 
@@ -24,14 +34,112 @@ def package_versions() -> dict[str, str]:
     return {name: version(name) for name in _PACKAGES}
 
 
+def short_hash(text: Text) -> str:
+    """What says of a prompt that it was trained on: the start of its hash."""
+    return text.prompt_hash[:16]
+
+
+def write_training_prompts(folder: Path, texts_or_hashes: Iterable[Text | str]) -> None:
+    """
+    Put on record, beside weights, which prompts they were trained on, so that others are taken to judge them.
+
+    Args:
+        texts_or_hashes (`Iterable[Text | str]`): Texts, or the hashes of their prompts.
+    """
+    hashes = {short_hash(one) if isinstance(one, Text) else one[:16] for one in texts_or_hashes}
+    write_json(folder / TRAINING_PROMPTS, {"prompt_hashes": sorted(hashes)})
+
+
+def read_training_prompts(folder: str | Path) -> set[str] | None:
+    """
+    The first 16 hex digits of the hashes of all prompts that the weights in a folder, or under a Hub id, were trained
+    on; `None` if that is not on record.
+
+    Raises:
+        `ValueError`: if the record is damaged.
+    """
+    found = cached_file(
+        str(folder),
+        TRAINING_PROMPTS,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if found is None:
+        return None
+    try:
+        return set(json.loads(Path(found).read_text(encoding="utf-8"))["prompt_hashes"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{found} does not say which prompts were trained on ({error!r}). Copy the folder again."
+        ) from error
+
+
+def source_record(path: Path, texts: Sequence[Text]) -> dict[str, Any]:
+    """Name, hash and number of texts of a file; the hash of a dataset folder is that of its texts."""
+    if path.is_dir():
+        digest = hashlib.sha256("\n".join(f"{text.prompt_hash} {text.answer_ids}" for text in texts).encode())
+    else:
+        digest = hashlib.sha256(path.read_bytes())
+    return {"name": path.name, "sha256": digest.hexdigest(), "num_texts": len(texts)}
+
+
+def hold_out(
+    texts: list[Text], per_category: int, *, validation: list[Text] | None = None, earlier: Collection[str] = ()
+) -> tuple[list[Text], list[Text]]:
+    """
+    Texts to train on, and texts that a drafter can be judged on: of prompts that no training saw.
+
+    Args:
+        texts (`list[Text]`): All that are there to train on.
+        per_category (`int`): See [`split_by_prompt`].
+        validation (`list[Text]`, *optional*): To be judged on, instead of a part of `texts`.
+        earlier (`Collection[str]`, *optional*):
+            Hashes of prompts that the start was trained on, as [`read_training_prompts`] gives them. Such prompts are
+            trained on again and not held out.
+
+    Raises:
+        `ValueError`: if prompts of `validation` are trained on, or were.
+    """
+    if validation is None:
+        _, held_out = split_by_prompt(texts, per_category)
+        held_out = [text for text in held_out if short_hash(text) not in earlier]
+        prompts = {text.prompt_hash for text in held_out}
+        return [text for text in texts if text.prompt_hash not in prompts], held_out
+    known = {short_hash(text) for text in texts} | set(earlier)
+    both = [text for text in validation if short_hash(text) in known]
+    if both:
+        raise ValueError(
+            f"{len(both)} of {len(validation)} validation texts have prompts that are trained on, or that the start "
+            f"was trained on; the first is {both[0].id!r}. Take texts of other prompts, or take these away on one side."
+        )
+    return texts, validation
+
+
+def quick_part(held_out: list[Text], per_category: int) -> list[Text]:
+    """Some texts of each category at each temperature, in their order: enough to see how a run is getting on."""
+    kept: list[Text] = []
+    for temperature in {text.temperature for text in held_out}:
+        same = [text for text in held_out if text.temperature == temperature]
+        kept += first_of_each_category(same, per_category)
+    places = {id(text): place for place, text in enumerate(held_out)}
+    return sorted(kept, key=lambda text: places[id(text)])
+
+
 def save_drafter(
-    drafter: DFlashDraftModel, folder: Path, *, target_fingerprint: str, shortlist_ids: torch.LongTensor | None = None
+    drafter: DFlashDraftModel,
+    folder: Path,
+    *,
+    target_fingerprint: str,
+    shortlist_ids: torch.LongTensor | None = None,
+    training_prompts: Collection[Text | str] = (),
 ) -> None:
     """
     Write `drafter` in bfloat16 to `folder`, which is whole at any time. The drafter itself stays as it is.
 
     Args:
         shortlist_ids (`torch.LongTensor` of shape `(shortlist_size,)`, *optional*): The tokens that it drafts.
+        training_prompts (`Collection[Text | str]`, *optional*): See [`write_training_prompts`].
 
     Raises:
         `OSError`: if it cannot be written.
@@ -42,38 +150,45 @@ def save_drafter(
     rounded.config.blockpilot_version = version("blockpilot-hf")
     with written_whole(folder) as beside:
         rounded.save_pretrained(beside)
+        write_training_prompts(beside, training_prompts)
 
 
 def replay_texts(
-    target: Any, drafter: Any, texts: Sequence[Text], should_stop: Callable[[], bool] = lambda: False
+    target: Any,
+    drafter: Any,
+    texts: Sequence[Text],
+    should_stop: Callable[[], bool] = lambda: False,
+    processes: Processes | None = None,
 ) -> list[Replay] | None:
     """
     Replays of `texts` at the drafter's block size, from states as decoding sees them.
 
     Args:
         should_stop (`Callable`, *optional*): Asked before every text.
+        processes ([`Processes`], *optional*): Those that share the texts; each gets all replays.
 
     Returns:
         `list[Replay]`, or `None` if it was stopped.
     """
-    walks = []
-    for text in texts:
-        if should_stop():
-            return None
+
+    def accepted(text: Text) -> dict[int, list[int]]:
         context = target_states(target, drafter.config.target_layer_ids, text).context
-        walks.append(replay(target, drafter, text, context, [drafter.config.block_size]))
-    return walks
+        return replay(target, drafter, text, context, [drafter.config.block_size]).num_accepted
+
+    found = (processes or Processes()).deal(texts, accepted, should_stop)
+    return None if found is None else [Replay(*pair) for pair in zip(texts, found, strict=True)]
 
 
 def acceptance_record(walks: Sequence[Replay], block_size: int) -> dict[str, Any]:
-    """Acceptance length by category and in all, with the number of prompts, and prompt by prompt."""
+    """Acceptance length by category and in all, with the number of texts, and text by text."""
     return {
         "block_size": block_size,
-        "acceptance_length": acceptance_by_group(walks, block_size),
+        "acceptance_length": acceptance_groups(walks, block_size),
         "per_prompt": [
             {
                 "id": walk.text.id,
                 "category": walk.text.category,
+                "temperature": walk.text.temperature,
                 "num_new_tokens": len(walk.text.answer_ids),
                 "num_steps": len(walk.steps(block_size)),
                 "acceptance_length": walk.acceptance_length(block_size),
@@ -83,11 +198,112 @@ def acceptance_record(walks: Sequence[Replay], block_size: int) -> dict[str, Any
     }
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Under its name only when whole."""
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+def progress_of(folder: str | Path) -> list[dict[str, Any]]:
+    """
+    How a drafter came to what it is, from the record in its folder or beside it; empty without one.
+
+    Args:
+        folder (`str` or `Path`): The drafter's.
+    """
+    folder = Path(folder)
+    for record_path in (folder / VALIDATION, folder.parent / VALIDATION):
+        if folder.is_dir() and record_path.is_file():
+            record = json.loads(record_path.read_text(encoding="utf-8"))
+            run, settings = record["run_info"], record["settings"]
+            texts_per_step = settings["sequences_per_step"] * settings.get("accumulation", 1)
+            end = _progress(
+                run["num_steps"], texts_per_step, record["meta_info"]["num_texts"], run["training_s"], record
+            )
+            return record.get("progress") or [{"run": 1, **end}]
+    return []
 
 
-__all__ = ["acceptance_record", "package_versions", "replay_texts", "save_drafter", "write_json"]
+def _progress(step: int, texts_per_step: int, num_texts: int, seconds: float, found: dict[str, Any]) -> dict[str, Any]:
+    visits = step * texts_per_step
+    return {
+        "step": step,
+        "num_visits": visits,
+        "num_texts": min(visits, num_texts),  # every epoch sees every text once
+        "training_s": round(seconds, 1),
+        "acceptance_length": found["acceptance_length"],
+    }
+
+
+def run_record(
+    trainer: DrafterTrainer,
+    drafter: Any,
+    walks: Sequence[Replay],
+    *,
+    command: str,
+    made_of: dict[str, Any],
+    training_prompts: Collection[Text | str],
+    earlier_progress: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """
+    What a finished run puts on record.
+
+    Args:
+        trainer ([`DrafterTrainer`]): At its last step.
+        drafter ([`DFlashDraftModel`]): As it was written and judged.
+        walks (`Sequence[Replay]`): Of what was held out.
+        command (`str`): What the run was started with.
+        made_of (`dict`): Files and start, as the command knows them.
+        training_prompts (`Collection[Text | str]`): Those on record beside the drafter.
+        earlier_progress (`Sequence[dict]`, *optional*): Of the drafter that the run started from.
+    """
+    state, acceptance = trainer.state, acceptance_record(walks, drafter.config.block_size)
+    number = 1 + max((entry["run"] for entry in earlier_progress), default=0)
+    validations = [entry for entry in trainer.log.up_to(state.step) if "acceptance_length" in entry]
+    validations.append({"step": state.step, "seconds": state.seconds, **acceptance})
+    progress = [
+        {
+            "run": number,
+            **_progress(entry["step"], trainer.config.texts_per_step, len(trainer.texts), entry["seconds"], entry),
+        }
+        for entry in validations
+    ]
+    temperatures = Counter(text.temperature for text in trainer.texts)
+    return {
+        "run_info": {
+            "command": command,
+            "finished_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "num_steps": trainer.state.step,
+            "training_s": round(trainer.state.seconds, 1),
+            "num_drafted_positions": trainer.state.num_tokens,
+            "num_processes": trainer.processes.count,
+        },
+        "meta_info": {
+            "versions": package_versions(),
+            "target_name_or_path": drafter.config.target_name_or_path,
+            "target_fingerprint": trainer.fingerprint,
+            "target_dtype": str(trainer.target.dtype).removeprefix("torch."),
+            "drafter_fingerprint": weights_fingerprint(drafter),
+            "num_parameters": drafter.num_parameters(),
+            **made_of,
+            "num_texts": len(trainer.texts),
+            "temperatures": {f"{temperature:g}": count for temperature, count in sorted(temperatures.items())},
+            "num_training_prompts": len({short_hash(t) if isinstance(t, Text) else t for t in training_prompts}),
+            "num_held_out": len(walks),
+        },
+        "settings": asdict(trainer.config) | {"target_layer_ids": drafter.config.target_layer_ids},
+        "progress": [*earlier_progress, *progress],
+        **acceptance,
+    }
+
+
+__all__ = [
+    "VALIDATION",
+    "acceptance_record",
+    "hold_out",
+    "package_versions",
+    "progress_of",
+    "quick_part",
+    "read_training_prompts",
+    "replay_texts",
+    "run_record",
+    "save_drafter",
+    "short_hash",
+    "source_record",
+    "write_json",
+    "write_training_prompts",
+]

@@ -1,37 +1,43 @@
 """One training run as a command: what it says, how it is stopped, and what it leaves when it is done."""
 
 import contextlib
-import hashlib
 import json
 import os
 import shlex
-import shutil
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from datetime import datetime, timezone
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .drafter_record import acceptance_record, package_versions, replay_texts, save_drafter, write_json
+from .drafter_estimate import estimate_disk, estimate_run
+from .drafter_record import VALIDATION, replay_texts, run_record, save_drafter, write_json
 from .drafter_training import DrafterTrainer
 from .loading import load_drafter
-from .target_states import weights_fingerprint
 from .texts import Text
-from .training_display import TrainingDisplay
+from .training_display import TrainingDisplay, disk_line, estimate_lines
+from .training_plot import draw_log
+
+# So soon after the first, a signal comes from who started the processes, not from the user.
+_LAUNCHER_REPEATS_S = 3.0
 
 
 class DrafterRun:
     """
+    With several processes each makes the same calls; the main one writes and prints.
+
     Args:
         trainer ([`DrafterTrainer`]): Ready to train; its `validation` is a part of `held_out`.
         held_out (`Sequence[Text]`): The result is judged on all of them.
-        texts_file (`Path`): Where the texts came from, for the record.
+        made_of (`dict[str, Any]`): Where texts and start came from, for the record.
+        earlier_prompts (`Collection[str]`, *optional*): Hashes of prompts that the start was trained on.
+        earlier_progress (`Sequence[dict]`, *optional*): How the start came to what it is, see [`progress_of`].
         command (`Sequence[str]`): What starts this run again.
-        console (`rich.console.Console`): Where to say things.
+        console (`rich.console.Console`): Where to say things; quiet in all processes but the main one.
+        plot (`Path`, *optional*): A picture of the log, drawn at every validation and at the end.
     """
 
     def __init__(
@@ -39,14 +45,18 @@ class DrafterRun:
         trainer: DrafterTrainer,
         held_out: Sequence[Text],
         *,
-        texts_file: Path,
+        made_of: dict[str, Any],
+        earlier_prompts: Collection[str] = (),
+        earlier_progress: Sequence[dict[str, Any]] = (),
         command: Sequence[str],
         console: Any,
+        plot: Path | None = None,
     ):
-        self.trainer, self.held_out, self.texts_file = trainer, held_out, texts_file
+        self.trainer, self.held_out, self.made_of, self.plot = trainer, held_out, made_of, plot
         self.command, self.console = shlex.join(command), console
-        self.output_dir = trainer.output_dir
-        self.drafter_dir, self.record_path = self.output_dir / "drafter", self.output_dir / "validation.json"
+        self.earlier_prompts, self.earlier_progress = earlier_prompts, earlier_progress
+        self.output_dir, self.processes = trainer.output_dir, trainer.processes
+        self.drafter_dir, self.record_path = self.output_dir / "drafter", self.output_dir / VALIDATION
 
     def __call__(self, *, validate_every: int, checkpoint_every: int) -> int:
         """
@@ -64,22 +74,30 @@ class DrafterRun:
             display.line(f"finished before, at step {step}: nothing to do")
             self._show_result(display, record)
             return 0
+        if step < num_steps:
+            self._announce_cost(num_steps - step)
         if step:
             display.line(f"resuming at step {step} of {num_steps}" if step < num_steps else f"at step {step} already")
-        with stop_signals() as stopped:
+
+        def show_validation(at: int, groups: dict[str, Any]) -> None:
+            display.acceptance(self._title(f"at step {at}"), groups)
+            self._draw()
+
+        alone = self.processes.count == 1
+        with stop_signals(repeats_s=0.0 if alone else _LAUNCHER_REPEATS_S, speaks=self.processes.is_main) as stopped:
             with display:
                 done = trainer.train(
                     checkpoint_every=checkpoint_every,
                     validate_every=validate_every,
                     on_step=lambda n, loss: display.step(n, loss, trainer.config.learning_rate_at(n - 1)),
-                    on_validation=lambda n, groups: display.acceptance(self._title(f"at step {n}"), groups),
+                    on_validation=show_validation,
                     should_stop=lambda: bool(stopped),
                 )
             record = self._finish(display, lambda: bool(stopped)) if done else None
             if record is None:
                 state = f"the checkpoint of step {trainer.state.step} is in {self.output_dir / 'checkpoint'}"
                 display.line(f"stopped: {state}. To go on, the same command again:\n  {self.command}")
-                return 128 + stopped[0]
+                return 128 + self.processes.largest(stopped[0] if stopped else 0)
         self._show_result(display, record)
         return 0
 
@@ -102,66 +120,56 @@ class DrafterRun:
             lines.append(
                 f"note: {masked} texts contain the mask token {config.mask_token_id}; better take one that none has"
             )
-        lines.append(self._disk_for_states())
+        if trainer.config.block_sizes is not None:
+            lines.append(f"block sizes in training: {', '.join(map(str, trainer.config.block_sizes))}")
+        if self.processes.count > 1:
+            lines.append(f"processes: {self.processes.count}, which share the texts of a step")
+        visits = trainer.config.steps * trainer.config.texts_per_step
+        lines.append(disk_line(estimate_disk(trainer.read_states, trainer.texts, visits)))
         self.console.print("\n".join(lines), soft_wrap=not self.console.is_terminal)
 
-    def _disk_for_states(self) -> str:
-        reader, texts = self.trainer.read_states, self.trainer.texts
-        if reader.folder is None:
-            return "target's states: computed at every visit"
-        missing = [text for text in texts if not reader.has(text)]
-        visits = self.trainer.config.steps * self.trainer.config.sequences_per_step
-        share = min(1.0, visits / len(texts))
-        needed = round(share * sum(len(text.ids) for text in missing)) * reader.bytes_per_token
-        existing = next(folder for folder in (reader.folder, *reader.folder.absolute().parents) if folder.exists())
-        free = shutil.disk_usage(existing).free
-        if needed > free:
-            raise ValueError(
-                f"The target's states need about {needed / 1e9:.1f} GB in {reader.folder}, {free / 1e9:.1f} GB are "
-                "free. Name a folder on another disk with `--states`, or pass `--recompute`."
-            )
-        return f"target's states: kept in {reader.folder}, {needed / 1e9:.2f} GB more ({free / 1e9:.1f} GB are free)"
+    def _announce_cost(self, num_steps: int) -> None:
+        trainer = self.trainer
+        estimate = estimate_run(
+            trainer.compute_loss,
+            trainer.optimizer,
+            trainer.texts,
+            num_steps=num_steps,
+            num_processes=self.processes.count,
+        )
+        self.console.print("\n".join(estimate_lines(estimate)), soft_wrap=not self.console.is_terminal)
 
-    def _finish(self, display: TrainingDisplay, should_stop: Any) -> dict[str, Any] | None:
+    def _finish(self, display: TrainingDisplay, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """The drafter as others will load it, judged on what was held out; `None` if stopped before the end."""
         trainer = self.trainer
-        # What it was not trained on it does not get right, and a small head is a quick one.
-        save_drafter(
-            trainer.drafter,
-            self.drafter_dir,
-            target_fingerprint=trainer.fingerprint,
-            shortlist_ids=trainer.occurring,
-        )
+        known: list[Text | str] = [*trainer.texts, *self.earlier_prompts]
+        if self.processes.is_main:
+            # What it was not trained on it does not get right, and a small head is a quick one.
+            save_drafter(
+                trainer.drafter,
+                self.drafter_dir,
+                target_fingerprint=trainer.fingerprint,
+                shortlist_ids=trainer.occurring,
+                training_prompts=known,
+            )
+        self.processes.wait()
         drafter = load_drafter(self.drafter_dir, dtype=trainer.target.dtype).to(trainer.target.device)
         if self.held_out:
             display.line(f"trained to step {trainer.state.step}; judging the drafter on {len(self.held_out)} texts")
-        walks = replay_texts(trainer.target, drafter, self.held_out, should_stop)
+        walks = replay_texts(trainer.target, drafter, self.held_out, should_stop, self.processes)
         if walks is None:
             return None
-        record = {
-            "run_info": {
-                "command": self.command,
-                "finished_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "num_steps": trainer.state.step,
-                "training_s": round(trainer.state.seconds, 1),
-                "num_drafted_positions": trainer.state.num_tokens,
-            },
-            "meta_info": {
-                "versions": package_versions(),
-                "target_name_or_path": drafter.config.target_name_or_path,
-                "target_fingerprint": trainer.fingerprint,
-                "target_dtype": str(trainer.target.dtype).removeprefix("torch."),
-                "drafter_fingerprint": weights_fingerprint(drafter),
-                "num_parameters": drafter.num_parameters(),
-                "texts_file": self.texts_file.name,
-                "texts_sha256": hashlib.sha256(self.texts_file.read_bytes()).hexdigest(),
-                "num_texts": len(trainer.texts),
-                "num_held_out": len(self.held_out),
-            },
-            "settings": asdict(trainer.config) | {"target_layer_ids": drafter.config.target_layer_ids},
-            **acceptance_record(walks, drafter.config.block_size),
-        }
-        write_json(self.record_path, record)
+        record = run_record(
+            trainer,
+            drafter,
+            walks,
+            command=self.command,
+            made_of=self.made_of,
+            training_prompts=known,
+            earlier_progress=self.earlier_progress,
+        )
+        if self.processes.is_main:
+            write_json(self.record_path, record)
         return record
 
     def _record_of(self, step: int) -> dict[str, Any] | None:
@@ -176,6 +184,14 @@ class DrafterRun:
             display.acceptance(self._title("on all that is held out"), record["acceptance_length"])
         display.line(f"drafter: {self.drafter_dir}")
         display.line(f"record: {self.record_path}")
+        if self._draw():
+            display.line(f"plot: {self.plot}")
+
+    def _draw(self) -> bool:
+        if self.plot is None or not self.processes.is_main:
+            return False
+        draw_log(self.trainer.log.path, self.plot, title=self.output_dir.name)
+        return True
 
     def _title(self, when: str) -> str:
         return f"acceptance length (tau) {when}, block size {self.trainer.drafter.config.block_size}"
@@ -202,18 +218,38 @@ def only_run_in(output_dir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM is only noted, in the list; a second one is what it always is."""
+def stop_signals(*, repeats_s: float = 0.0, speaks: bool = True) -> Iterator[list[int]]:
+    """
+    The first Ctrl-C or SIGTERM is only noted, in the list; a second one is what it always is.
+
+    Args:
+        repeats_s (`float`, *optional*, defaults to 0.0):
+            For so long after the first one, others mean the same: who starts several processes passes a Ctrl-C on that
+            the terminal has sent to all of them already.
+        speaks (`bool`, *optional*, defaults to `True`): Say on stderr what will happen.
+    """
     stopped: list[int] = []
     before: dict[int, Any] = {}
+    first = [0.0]
 
     def note(number: int, frame: Any) -> None:
+        if stopped and time.monotonic() - first[0] >= repeats_s:
+            restore()
+            os.kill(os.getpid(), number)
+            return
+        if not stopped:
+            first[0] = time.monotonic()
+            if repeats_s == 0:
+                restore()
+            # Straight to the terminal: the signal may have come in the middle of a print.
+            with contextlib.suppress(OSError):
+                if speaks:
+                    os.write(2, b"\nstopping after this step, with a checkpoint (once more: at once, without one)\n")
         stopped.append(number)
+
+    def restore() -> None:
         for name, handler in before.items():
             signal.signal(name, handler)
-        # Straight to the terminal: the signal may have come in the middle of a print.
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nstopping after this step, with a checkpoint (once more: at once, without one)\n")
 
     if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be taken
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -222,8 +258,7 @@ def stop_signals() -> Iterator[list[int]]:
     try:
         yield stopped
     finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
+        restore()
 
 
 __all__ = ["DrafterRun", "only_run_in", "stop_signals"]

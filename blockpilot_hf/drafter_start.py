@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .checks import num_decoder_layers, vocab_rows
-from .configuration_dflash import DFlashConfig, default_target_layer_ids
+from .drafter_sizes import drafter_config
 from .modeling_dflash import DFlashDraftModel
 
 DEFAULT_BLOCK_SIZE = 8
@@ -46,7 +46,6 @@ def drafter_from_target(
     Raises:
         `ValueError`: for a mask token or layers that the target does not have.
     """
-    size = target.config.get_text_config(decoder=True)
     num_target_layers, rows = num_decoder_layers(target), vocab_rows(target)
     if not 0 <= mask_token_id < rows:
         raise ValueError(
@@ -56,25 +55,12 @@ def drafter_from_target(
         raise ValueError(
             f"`num_layers` must be 1 to {num_target_layers}, the layers of the target to start from, got {num_layers}."
         )
-    config = DFlashConfig(
-        vocab_size=rows,
-        hidden_size=size.hidden_size,
-        intermediate_size=getattr(size, "intermediate_size", None) or 4 * size.hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=size.num_attention_heads,
-        num_key_value_heads=getattr(size, "num_key_value_heads", None) or size.num_attention_heads,
-        head_dim=getattr(size, "head_dim", None) or size.hidden_size // size.num_attention_heads,
-        hidden_act=getattr(size, "hidden_act", None) or "silu",
-        max_position_embeddings=size.max_position_embeddings,
-        rms_norm_eps=getattr(size, "rms_norm_eps", 1e-6),
-        rope_parameters=_rope_parameters(size),
-        layer_types=["full_attention"] * num_layers,
-        target_layer_ids=target_layer_ids or list(dict.fromkeys(default_target_layer_ids(num_target_layers, 5))),
-        num_target_layers=num_target_layers,
-        mask_token_id=mask_token_id,
+    config = drafter_config(
+        target,
+        num_layers=num_layers,
         block_size=block_size,
-        final_logit_softcapping=getattr(size, "final_logit_softcapping", None),
-        target_name_or_path=size._name_or_path or target.config._name_or_path or None,
+        mask_token_id=mask_token_id,
+        target_layer_ids=target_layer_ids,
     )
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
@@ -88,12 +74,6 @@ def drafter_from_target(
             _copy_fitting(theirs, ours)
         _copy_fitting(decoder.norm, drafter.norm)
     return drafter.train()
-
-
-def _rope_parameters(size: Any) -> dict[str, Any]:
-    rope = getattr(size, "rope_parameters", None) or {}
-    plain = rope.get("rope_type") == "default" and "rope_theta" in rope
-    return dict(rope) if plain else {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
 
 
 def _is_of_our_kind(decoder: Any) -> bool:

@@ -1,34 +1,30 @@
-"""Training a DFlash drafter on the target's own texts (arXiv 2602.06036, section 4.2, and what worked at small size).
-
-The loss is the cross-entropy of the drafted positions, weighted exp(-(k - 1) / gamma) by position k, after random
-anchors in the answers; a share of it is taken against the target's whole distribution instead of its one token, which
-says more per text. Embedding and head are the target's, frozen, and the loss runs over the tokens that occur in the
-training answers, since the others cost time and teach nothing.
+"""Training a DFlash drafter on the target's own texts: the order of the texts, the optimiser and the steps.
 
 Everything random comes from the seed and the step, nothing from a generator that lives on: a run that was killed and
-resumed is the unbroken run.
+resumed is the unbroken run. Several processes share the texts of a step and sum their gradients, so that each of them
+holds the same weights at any time; with two texts a step, two processes do what one does, bit by bit.
 """
 
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .candidate_generator import position_limits
 from .checks import check_pair, vocab_rows
 from .drafter_checkpoint import TrainingLog, TrainingState, load_checkpoint, save_checkpoint
+from .drafter_loss import DrafterLoss
 from .drafter_recipe import DrafterTrainingConfig
 from .modeling_dflash import DFlashDraftModel
-from .parallel_drafting import draft_states, noise_embeds
-from .replay import acceptance_by_group, replay
+from .processes import Processes
+from .replay import Replay, acceptance_by_group, replay
 from .target_states import TargetStatesReader, weights_fingerprint
 from .texts import Text, check_texts
 
@@ -46,9 +42,13 @@ class DrafterTrainer:
         config ([`DrafterTrainingConfig`]): The recipe.
         output_dir (`Path`): Checkpoints and `log.jsonl` are written here while training goes on.
         states_dir (`Path`, *optional*): Where target states are kept; recomputed at every visit without it.
+        processes ([`Processes`], *optional*):
+            Those that train together, each with a trainer of the same arguments; by default this one alone.
 
     Raises:
-        `ValueError`: if there is no text to train on, or a text or the drafter does not fit the target.
+        `ValueError`:
+            if there is no text to train on, a text or the drafter does not fit the target, or the drafter's block size
+            is not among those of the recipe.
     """
 
     def __init__(
@@ -60,15 +60,24 @@ class DrafterTrainer:
         config: DrafterTrainingConfig,
         output_dir: Path,
         states_dir: Path | None = None,
+        *,
+        processes: Processes | None = None,
     ):
         if not texts:
             raise ValueError("There is no text to train on. Give more texts, or hold fewer out for validation.")
         check_pair(target, drafter)
+        sizes = config.block_sizes
+        if sizes is not None and drafter.config.block_size not in sizes:
+            raise ValueError(
+                f"The drafter's block size is {drafter.config.block_size}, the recipe trains {sizes}. Give the drafter "
+                "one of them, or train its size too."
+            )
         head = target.get_output_embeddings()
         limits = [limit for limit, _ in position_limits(target)] + [drafter.config.max_position_embeddings]
         num_ids = min(vocab_rows(target), head.weight.shape[0])
         check_texts([*texts, *validation], vocab_size=num_ids, max_length=min(limits))
         self.target, self.drafter, self.config, self.output_dir = target, drafter, config, Path(output_dir)
+        self.processes = processes or Processes()
         self.texts, self.validation, self.log = texts, validation, TrainingLog(self.output_dir / "log.jsonl")
         self.fingerprint = weights_fingerprint(target)
         self.read_states = TargetStatesReader(
@@ -81,10 +90,8 @@ class DrafterTrainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        occurring = self.occurring = torch.tensor(sorted({i for text in texts for i in text.answer_ids}))
-        self._head = _rows_of_head(head, occurring)
-        self._class_of = torch.full((head.weight.shape[0],), -1)
-        self._class_of[occurring] = torch.arange(len(occurring))
+        self.occurring = torch.tensor(sorted({i for text in texts for i in text.answer_ids}))
+        self.compute_loss = DrafterLoss(target, drafter, config, self.occurring, self.read_states)
         self._order: tuple[int, list[int]] = (-1, [])
         self._validated: set[int] = set()
         self.state = TrainingState(settings=self._settings())
@@ -106,7 +113,8 @@ class DrafterTrainer:
             on_step (`Callable`, *optional*): Called with the number of steps done and the loss.
             on_validation (`Callable`, *optional*): Called with the step and the acceptance length by category.
             should_stop (`Callable`, *optional*):
-                Asked after every step and every validated text. `True` ends the run with a checkpoint.
+                Asked after every step and before every validated text. `True` ends the run with a checkpoint, and so it
+                does in one of several processes.
 
         Returns:
             `bool`: whether the run came to its last step.
@@ -137,10 +145,12 @@ class DrafterTrainer:
             self._log({"step": step, "loss": loss, "learning_rate": self.optimizer.param_groups[0]["lr"]})
             if on_step is not None:
                 on_step(step, loss)
-            stopping = should_stop()
+            stopping = bool(self.processes.largest(should_stop()))
             # Before a validation too: it takes long, and may be interrupted.
             if stopping or step % checkpoint_every == 0 or step % validate_every == 0 or step == num_steps:
-                save_checkpoint(self.output_dir, self.drafter, self.optimizer, self.state)
+                if self.processes.is_main:
+                    save_checkpoint(self.output_dir, self.drafter, self.optimizer, self.state)
+                self.processes.wait()  # a process that ended earlier would take the one that saves with it
             if stopping:
                 return step >= num_steps
 
@@ -154,12 +164,15 @@ class DrafterTrainer:
         Raises:
             `ValueError`: if the checkpoint is of another recipe, target or set of texts.
         """
-        state = load_checkpoint(self.output_dir, self.drafter, self.optimizer, self.state.settings)
+        # What a checkpoint does not name was as it is by default: its version knew nothing else.
+        defaults = {field.name: field.default for field in fields(DrafterTrainingConfig)}
+        state = load_checkpoint(self.output_dir, self.drafter, self.optimizer, self.state.settings, defaults=defaults)
         if state is not None:
             state.settings = self.state.settings
             self.state = state
         # Steps after the checkpoint are taken again, so their lines go.
-        kept = self.log.cut_after(self.state.step)
+        kept = self.log.cut_after(self.state.step) if self.processes.is_main else []
+        kept = self.processes.gather(kept)[0]
         self._validated = {entry["step"] for entry in kept if "acceptance_length" in entry}
         return self.state.step
 
@@ -177,12 +190,18 @@ class DrafterTrainer:
             group["lr"] = self.config.learning_rate_at(step)
         self.drafter.train()
         self.optimizer.zero_grad(set_to_none=True)
-        total, positions = 0.0, 0
-        for visit in range(step * self.config.sequences_per_step, (step + 1) * self.config.sequences_per_step):
-            loss, count = self.loss(self._text_of(visit), _generator(self.config.seed, 1, visit))
-            (loss / self.config.sequences_per_step).backward()
-            total += loss.item() / self.config.sequences_per_step
-            positions += count
+        count = self.config.texts_per_step
+        visits = range(step * count, (step + 1) * count)
+        losses, positions = [0.0] * count, [0] * count
+        for index in range(self.processes.index, count, self.processes.count):
+            visit = visits[index]
+            loss, positions[index] = self.loss(self._text_of(visit), _generator(self.config.seed, 1, visit))
+            (loss / count).backward()
+            losses[index] = loss.item() / count
+        self.processes.sum_gradients(self.drafter.parameters())
+        # Each process fills in its own texts, so the sum over the texts is in their order whoever had which.
+        summed = self.processes.sum([*losses, *positions])
+        total, num_positions = sum(summed[:count]), round(sum(summed[count:]))
         norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm).item()
         if not (math.isfinite(total) and math.isfinite(norm)):
             raise FloatingPointError(
@@ -191,7 +210,7 @@ class DrafterTrainer:
                 "are finite."
             )
         self.optimizer.step()
-        return total, positions
+        return total, num_positions
 
     def _text_of(self, visit: int) -> Text:
         """Every epoch sees every text once, in an order of its own."""
@@ -202,56 +221,30 @@ class DrafterTrainer:
         return self.texts[self._order[1][index]]
 
     def loss(self, text: Text, generator: torch.Generator) -> tuple[torch.Tensor, int]:
-        """
-        The weighted loss of random anchors of one text.
-
-        Returns:
-            `tuple(torch.Tensor, int)`: a scalar, and the number of drafted positions.
-        """
-        block_size, device = self.drafter.config.block_size, self.drafter.device
-        states = self.read_states(text)
-        ids = torch.tensor(text.ids, device=device)
-        first, last = len(text.prompt_ids), len(ids) - 2  # an anchor needs a token after it
-        choices = torch.randperm(last - first + 1, generator=generator)[: self.config.anchors_per_sequence]
-        anchors = (choices + first).sort().values.to(device)
-        noise = noise_embeds(self.drafter, self.target.get_input_embeddings(), ids[anchors], block_size)
-        drafted = draft_states(self.drafter, states.context.to(self.drafter.dtype), anchors, noise)[:, 1:]
-        offsets = torch.arange(1, block_size, device=device)
-        positions = anchors[:, None] + offsets
-        inside = positions < len(ids)
-        labels = self._class_of.to(device)[ids[positions.clamp_max(len(ids) - 1)]]
-        used = inside & (labels >= 0)
-        weights = torch.exp(-(offsets - 1) / self.config.gamma).expand_as(used)[used]
-        logits = self.drafter.draft_logits(drafted[used], self._head).float()
-        hard = F.cross_entropy(logits, labels[used], reduction="none")
-        loss = hard
-        if self.config.distillation > 0:
-            with torch.no_grad():
-                # The state that predicts a token is that of the token before it.
-                before = states.last[(positions - 1)[used]].to(self._head.weight.dtype)
-                teacher = self.drafter.draft_logits(before, self._head).float().softmax(-1)
-            soft = F.cross_entropy(logits, teacher, reduction="none")
-            loss = self.config.distillation * soft + (1 - self.config.distillation) * hard
-        return (loss * weights).sum() / weights.sum(), int(used.sum())
+        """As [`DrafterLoss`] computes it."""
+        return self.compute_loss(text, generator)
 
     def validate(self, should_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """
-        Acceptance length along the validation texts at the training block size, by category, as
-        [`acceptance_by_group`] gives it; `None` if it was stopped.
+        Acceptance length along the validation texts at the drafter's block size, as [`acceptance_groups`] gives it;
+        `None` if it was stopped.
         """
         self.drafter.eval()
-        block_size, walks = self.drafter.config.block_size, []
-        for text in self.validation:
-            if should_stop():
-                return None
-            walks.append(replay(self.target, self.drafter, text, self.read_states(text).context, [block_size]))
-        return acceptance_by_group(walks, block_size)
+        block_size = self.drafter.config.block_size
+
+        def accepted(text: Text) -> dict[int, list[int]]:
+            return replay(self.target, self.drafter, text, self.read_states(text).context, [block_size]).num_accepted
+
+        found = self.processes.deal(self.validation, accepted, should_stop)
+        if found is None:
+            return None
+        return acceptance_groups([Replay(*pair) for pair in zip(self.validation, found, strict=True)], block_size)
 
     def _settings(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
         recipe = {name: value for name, value in asdict(self.config).items() if name != "steps"}
         texts = [text.prompt_hash + str(text.answer_ids) for text in self.texts]
-        return {
+        settings = {
             **recipe,
             "target": self.fingerprint,
             "texts": _short_hash("\n".join(sorted(texts))),
@@ -260,18 +253,23 @@ class DrafterTrainer:
             "start": weights_fingerprint(self.drafter),
             "dtype": str(self.target.dtype).removeprefix("torch."),
         }
+        return json.loads(json.dumps(settings))  # as it will be read again, without tuples
 
     def _log(self, entry: dict[str, Any]) -> None:
-        self.log.append({**entry, "seconds": round(self.state.seconds, 3)})
+        if self.processes.is_main:
+            self.log.append({**entry, "seconds": round(self.state.seconds, 3)})
 
 
-def _rows_of_head(head: nn.Module, rows: torch.Tensor) -> nn.Linear:
-    """The frozen head restricted to some tokens."""
-    part = nn.Linear(head.weight.shape[1], len(rows), bias=head.bias is not None, device="meta")
-    part.weight = nn.Parameter(head.weight.detach()[rows.to(head.weight.device)].float().clone(), requires_grad=False)
-    if head.bias is not None:
-        part.bias = nn.Parameter(head.bias.detach()[rows.to(head.bias.device)].float().clone(), requires_grad=False)
-    return part
+def acceptance_groups(replays: Sequence[Replay], block_size: int) -> dict[str, dict[str, float | int]]:
+    """
+    As [`acceptance_by_group`], and where texts of several temperatures are there, all of each: `all, temperature 1`.
+    """
+    groups = acceptance_by_group(replays, block_size)
+    temperatures = sorted({one.text.temperature for one in replays})
+    for temperature in temperatures if len(temperatures) > 1 else ():
+        same = [one for one in replays if one.text.temperature == temperature]
+        groups[f"all, temperature {temperature:g}"] = acceptance_by_group(same, block_size)["all"]
+    return groups
 
 
 def _generator(seed: int, stream: int, index: int) -> torch.Generator:
@@ -283,4 +281,4 @@ def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-__all__ = ["CHECKPOINT_EVERY", "VALIDATE_EVERY", "DrafterTrainer", "DrafterTrainingConfig"]
+__all__ = ["CHECKPOINT_EVERY", "VALIDATE_EVERY", "DrafterTrainer", "DrafterTrainingConfig", "acceptance_groups"]

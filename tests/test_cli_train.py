@@ -1,8 +1,10 @@
 """`blockpilot train-drafter` on a tiny saved target, through `main` as the installed script calls it."""
 
+import dataclasses
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -19,7 +21,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from blockpilot_hf import BlockPilot, cli
-from blockpilot_hf.drafter_record import replay_texts
+from blockpilot_hf.drafter_record import read_training_prompts, replay_texts
 from blockpilot_hf.drafter_training import DrafterTrainer
 from blockpilot_hf.loading import load_drafter
 from blockpilot_hf.replay import replay
@@ -44,7 +46,8 @@ def run(root, monkeypatch, capsys):
     """`run(output, *arguments)` to `(status, stdout, stderr)`: six steps of one layer unless told otherwise."""
 
     def run(output, *arguments, texts=None, target=True, mask=True, steps=6):
-        command = ["blockpilot", "train-drafter", texts or root / "texts.jsonl", "--output", output, "--steps", steps]
+        files = texts if isinstance(texts, list) else [texts or root / "texts.jsonl"]
+        command = ["blockpilot", "train-drafter", *files, "--output", output, "--steps", steps]
         command += ["--dtype", "float32", *(["--target", root / "target"] if target else [])]
         if "--init" not in arguments:
             command += ["--layers", 1, "--block-size", 4, *(["--mask-token-id", 63] if mask else [])]
@@ -154,6 +157,7 @@ def test_the_record_says_what_the_drafter_is_worth_and_what_it_was_made_of(root,
         assert found == {
             "id": text.id,
             "category": text.category,
+            "temperature": 0.0,
             "num_new_tokens": len(text.answer_ids),
             "num_steps": len(walk.steps(4)),
             "acceptance_length": walk.acceptance_length(4),
@@ -165,8 +169,10 @@ def test_the_record_says_what_the_drafter_is_worth_and_what_it_was_made_of(root,
     made_of = record["meta_info"]
     assert made_of["target_fingerprint"] == weights_fingerprint(target) and made_of["target_dtype"] == "float32"
     assert made_of["drafter_fingerprint"] == weights_fingerprint(drafter)
-    assert made_of["texts_file"] == "texts.jsonl" and made_of["num_texts"] == len(train) == 13
-    assert made_of["texts_sha256"] == hashlib.sha256((root / "texts.jsonl").read_bytes()).hexdigest()
+    digest = hashlib.sha256((root / "texts.jsonl").read_bytes()).hexdigest()
+    assert made_of["texts"] == [{"name": "texts.jsonl", "sha256": digest, "num_texts": 15}]
+    assert made_of["num_texts"] == len(train) == 13 and made_of["temperatures"] == {"0": 13}
+    assert made_of["num_training_prompts"] == len({text.prompt_hash for text in train}) and "init" not in made_of
     assert {"blockpilot-hf", "torch", "transformers"} <= made_of["versions"].keys()
     assert record["run_info"]["num_steps"] == 6 and record["run_info"]["training_s"] > 0
     assert record["run_info"]["command"].startswith("blockpilot train-drafter ")
@@ -176,9 +182,9 @@ def test_the_record_says_what_the_drafter_is_worth_and_what_it_was_made_of(root,
 def test_what_is_judged_is_the_drafter_as_it_was_written(run, monkeypatch, tmp_path):
     judged = []
 
-    def spy(target, drafter, texts, should_stop):
+    def spy(target, drafter, *args):
         judged.append({name: p.clone() for name, p in drafter.named_parameters()})
-        return replay_texts(target, drafter, texts, should_stop)
+        return replay_texts(target, drafter, *args)
 
     monkeypatch.setattr("blockpilot_hf.drafter_run.replay_texts", spy)
     run(tmp_path / "run", steps=1)
@@ -335,6 +341,142 @@ def test_a_mask_token_that_texts_contain_is_told(run, root, tmp_path):
     assert status == 0 and "texts contain the mask token" in out
 
 
+def test_mixed_block_sizes_train_and_the_largest_is_the_drafters(run, root, tmp_path):
+    status, out, _ = run(tmp_path / "run", "--mixed-block-sizes", "4,2")
+    assert status == 0 and "block sizes in training: 2, 4" in out and "block size 4," in out
+    record = json.loads((tmp_path / "run" / "validation.json").read_text())
+    assert record["settings"]["block_sizes"] == [2, 4] and record["settings"]["gamma"] is None
+    assert json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())["block_size"] == 4
+    # The same command goes on: what was read again from the checkpoint is what was written.
+    status, out, _ = run(tmp_path / "run", "--mixed-block-sizes", "2,4", steps=7)
+    assert status == 0 and "resuming at step 6 of 7" in out
+    status, _, err = run(tmp_path / "run", "--mixed-block-sizes", "2,3,4", steps=8)
+    assert status == 2 and "`block_sizes` was [2, 4] there and is [2, 3, 4] now" in err
+
+
+def test_a_run_of_a_version_without_an_option_does_not_go_on_with_it(run, tmp_path):
+    run(tmp_path / "run", steps=2)
+    state = tmp_path / "run" / "checkpoint" / "state.json"
+    content = json.loads(state.read_text())
+    for name in ("mixed_precision", "block_sizes", "accumulation"):
+        del content["settings"][name]
+    state.write_text(json.dumps(content))
+    status, _, err = run(tmp_path / "run", "--mixed-precision", "bf16", steps=4)
+    assert status == 2 and "`mixed_precision` was 'no' there and is 'bf16' now" in err
+    status, out, _ = run(tmp_path / "run", steps=4)
+    assert status == 0 and "resuming at step 2 of 4" in out
+
+
+def test_texts_of_several_files_are_trained_on_and_each_is_on_record(run, root, tmp_path):
+    texts = read_texts(root / "texts.jsonl")
+    files = [write_texts(tmp_path / "a.jsonl", texts[:8]), write_texts(tmp_path / "b.jsonl", texts[8:])]
+    status, out, _ = run(tmp_path / "run", texts=files)
+    assert status == 0 and "texts: 13, " in out
+    found = json.loads((tmp_path / "run" / "validation.json").read_text())["meta_info"]["texts"]
+    assert [(entry["name"], entry["num_texts"]) for entry in found] == [("a.jsonl", 8), ("b.jsonl", 7)]
+    assert [entry["sha256"] for entry in found] == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+
+def test_texts_of_other_prompts_can_be_what_it_is_judged_on(run, root, tmp_path):
+    others = make_texts(make_target("llama"), 4, first_seed=900)
+    file = write_texts(tmp_path / "others.jsonl", others)
+    status, out, _ = run(tmp_path / "run", "--validation-texts", file)
+    assert status == 0 and "texts: 15, " in out and "held out: 4 prompts" in out
+    record = json.loads((tmp_path / "run" / "validation.json").read_text())
+    assert [found["id"] for found in record["per_prompt"]] == [text.id for text in others]
+    assert record["meta_info"]["validation_texts"]["name"] == "others.jsonl"
+
+
+def test_a_prompt_that_is_trained_on_is_no_test(run, root, tmp_path):
+    known = read_texts(root / "texts.jsonl")[3]
+    # The answer may be another one, as at another temperature.
+    again = dataclasses.replace(known, id="again", answer_ids=known.answer_ids[::-1])
+    file = write_texts(tmp_path / "held.jsonl", [*make_texts(make_target("llama"), 1, first_seed=900), again])
+    status, _, err = run(tmp_path / "run", "--validation-texts", file)
+    assert status == 2 and "1 of 2 validation texts have prompts that are trained on" in err and "'again'" in err
+
+
+def test_what_was_trained_on_is_on_record_through_all_drafters_that_it_came_from(run, root, tmp_path, finished):
+    trained = {text.prompt_hash[:16] for text in split_by_prompt(read_texts(root / "texts.jsonl"), 20)[0]}
+    assert read_training_prompts(finished / "drafter") == trained
+    others = make_texts(make_target("llama"), 5, first_seed=900)
+    status, _, _ = run(
+        tmp_path / "run", "--init", finished / "drafter", texts=write_texts(tmp_path / "o.jsonl", others), steps=1
+    )
+    assert status == 0
+    expected = trained | {text.prompt_hash[:16] for text in others}
+    assert read_training_prompts(tmp_path / "run" / "drafter") == expected
+    meta = json.loads((tmp_path / "run" / "validation.json").read_text())["meta_info"]
+    assert meta["num_training_prompts"] == len(expected) and meta["num_texts"] == 5
+    fingerprint = json.loads((finished / "validation.json").read_text())["meta_info"]["drafter_fingerprint"]
+    assert meta["init"] == {"name": "drafter", "fingerprint": fingerprint}
+    # How acceptance grew over both runs, each ending with what was found on all that was held out.
+    before, now = (json.loads((folder / "validation.json").read_text()) for folder in (finished, tmp_path / "run"))
+    assert now["progress"][: len(before["progress"])] == before["progress"]
+    assert [entry["run"] for entry in now["progress"]] == [1] * len(before["progress"]) + [2]
+    for record in (before, now):
+        assert record["progress"][-1]["acceptance_length"] == record["acceptance_length"]
+    assert now["progress"][-1]["step"] == 1 and now["progress"][-1]["num_visits"] == 2
+    # What the start has seen cannot judge what came of it.
+    seen = next(text for text in read_texts(root / "texts.jsonl") if text.prompt_hash[:16] in trained)
+    file = write_texts(tmp_path / "held.jsonl", [seen])
+    arguments = ["--init", finished / "drafter", "--validation-texts", file]
+    status, _, err = run(tmp_path / "two", *arguments, texts=tmp_path / "o.jsonl", steps=1)
+    assert status == 2 and "or that the start was trained on" in err
+
+
+def test_validations_tell_temperatures_apart(run, root, tmp_path):
+    texts = make_texts(make_target("llama"), 12, first_seed=700, num_categories=1)
+    drawn = [dataclasses.replace(text, temperature=1.0) for text in texts[6:]]
+    entries = [
+        {
+            "id": t.id,
+            "category": "a",
+            "prompt_ids": t.prompt_ids,
+            "answer_ids": t.answer_ids,
+            "temperature": t.temperature,
+        }
+        for t in (*texts[:6], *drawn)
+    ]
+    file = tmp_path / "t.jsonl"
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert run(tmp_path / "run", texts=file)[0] == 0
+    record = json.loads((tmp_path / "run" / "validation.json").read_text())
+    groups, found = record["acceptance_length"], record["per_prompt"]
+    for temperature in {one["temperature"] for one in found}:
+        own = [one["acceptance_length"] for one in found if one["temperature"] == temperature]
+        group = groups.get(f"all, temperature {temperature:g}", groups["all"])
+        assert group == {"acceptance_length": pytest.approx(sum(own) / len(own)), "num_prompts": len(own)}
+    assert sum(record["meta_info"]["temperatures"].values()) == 10
+
+
+def test_a_run_is_drawn_and_a_finished_one_only_drawn(run, monkeypatch, tmp_path):
+    plot = tmp_path / "run.png"
+    status, out, _ = run(tmp_path / "run", "--plot", plot)
+    assert status == 0 and f"plot: {plot}" in out and plot.read_bytes().startswith(b"\x89PNG")
+    plot.unlink()
+    before = stamps(tmp_path / "run")
+    monkeypatch.setattr(DrafterTrainer, "train_step", lambda *args: pytest.fail("trained"))
+    status, out, _ = run(tmp_path / "run", "--plot", plot)
+    assert status == 0 and "nothing to do" in out and plot.is_file() and stamps(tmp_path / "run") == before
+
+
+def test_before_it_starts_it_says_what_it_will_take(run, tmp_path):
+    _, out, _ = run(tmp_path / "run", steps=3)
+    assert re.search(r"memory: about \d+\.\d\d GB \(target \d.*gradients .*moments .*are available\)", out)
+    assert re.search(
+        r"time: about 0:00:\d\d for 3 steps \(.* a step, .* more for each text whose states are not kept", out
+    )
+    assert run(tmp_path / "run", steps=3)[1].count("time: about") == 0
+
+
+def test_a_run_that_memory_will_not_hold_is_refused_before_it_starts(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("blockpilot_hf.drafter_estimate.available_memory", lambda device: 1000)
+    status, _, err = run(tmp_path / "run")
+    assert status == 2 and "GB of memory more (gradients " in err and "Take fewer `--anchors`" in err
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
 # --- what is refused ---
 
 
@@ -347,6 +489,13 @@ def test_a_mask_token_that_texts_contain_is_told(run, root, tmp_path):
         (["--learning-rate", 0], {}, "`learning_rate` must be above 0"),
         (["--distillation", 2], {}, "`distillation` must be between 0 and 1"),
         (["--init", "/no/drafter"], {}, "/no/drafter"),
+        (["--mixed-block-sizes", "4,x"], {}, "`--mixed-block-sizes` takes block sizes separated by commas"),
+        (["--mixed-block-sizes", "1,4"], {}, "`block_sizes` must be rising block sizes of at least 2"),
+        (["--mixed-block-sizes", "2,8"], {}, "The drafter's block size 4 is not among `--mixed-block-sizes` 2,8"),
+        (["--mixed-precision", "fp16"], {}, "small gradients become 0 without loss scaling"),
+        (["--plot", "run.pdf"], {}, "its name must end in .png, got 'run.pdf'"),
+        (["--plot", "/no/folder/run.png"], {}, "is in a folder that does not exist"),
+        (["--validation-texts", ".", "--validation-prompts", 3], {}, "takes the place of `--validation-prompts`"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_told_before_the_target_is_loaded(
@@ -404,7 +553,9 @@ def test_a_loss_that_is_not_finite_ends_in_one_line_and_keeps_the_checkpoint(run
 
 
 def test_states_for_which_there_is_no_room_are_refused_before_anything_is_computed(run, monkeypatch, tmp_path):
-    monkeypatch.setattr("blockpilot_hf.drafter_run.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(
+        "blockpilot_hf.drafter_estimate.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})
+    )
     status, _, err = run(tmp_path / "run")
     assert status == 2 and "are free" in err and "`--recompute`" in err and not (tmp_path / "run" / "states").exists()
     assert run(tmp_path / "run", "--recompute", steps=1)[0] == 0

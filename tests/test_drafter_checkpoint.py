@@ -70,6 +70,9 @@ def test_settings_must_be_the_same_where_the_checkpoint_knows_them(saved):
     assert torch.equal(model.weight, before)
     # A version before this one may have recorded fewer settings.
     assert load_checkpoint(folder, model, optimizer, {"seed": 0, "new": 3}).step == 1
+    assert load_checkpoint(folder, model, optimizer, {"seed": 0, "new": 3}, defaults={"new": 3, "seed": 1}).step == 1
+    with pytest.raises(ValueError, match="`new` was 2 there and is 3 now"):
+        load_checkpoint(folder, model, optimizer, {"seed": 0, "new": 3}, defaults={"new": 2})
 
 
 @pytest.mark.parametrize("killed", ["while writing", "between the two moves", "while removing the one before"])
@@ -153,4 +156,5 @@ def test_the_log_loses_later_steps_and_half_a_line(tmp_path):
     assert [json.loads(line) for line in log.path.read_text().splitlines()] == entries[:3]
     written = log.path.stat().st_mtime_ns
     assert log.cut_after(2) == entries[:3] and log.path.stat().st_mtime_ns == written
+    assert log.up_to(1) == entries[:1] and log.up_to() == entries[:3] and log.path.stat().st_mtime_ns == written
     assert log.cut_after(0) == [] and log.path.read_text() == ""

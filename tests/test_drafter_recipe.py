@@ -37,6 +37,12 @@ def test_the_rate_rises_linearly_then_falls_along_a_cosine():
         ({"max_grad_norm": -1}, "`max_grad_norm` must be above 0", 0.1),
         ({"distillation": 1.1}, r"`distillation` must be between 0 and 1, got 1\.1", 1),
         ({"warmup_ratio": -0.1}, "`warmup_ratio` must be between 0 and 1", 0),
+        ({"accumulation": 0}, "`accumulation` must be an integer >= 1, got 0", 1),
+        ({"block_sizes": ()}, r"`block_sizes` must be rising block sizes of at least 2, such as .*, got \(\)", (2,)),
+        ({"block_sizes": (1, 4)}, "`block_sizes` must be rising block sizes of at least 2", (2, 4)),
+        ({"block_sizes": (8, 4)}, "`block_sizes` must be rising", (4, 8)),
+        ({"mixed_precision": "fp16"}, "cannot be 'fp16': its small gradients become 0 without loss scaling", "bf16"),
+        ({"mixed_precision": "fp8"}, "`mixed_precision` must be 'no' or 'bf16', got 'fp8'", "no"),
         ({"weight_decay": -0.1}, "`weight_decay` must be at least 0", 0),
     ],
 )
@@ -44,3 +50,13 @@ def test_values_out_of_range_are_refused(settings, message, good):
     with pytest.raises(ValueError, match=message):
         DrafterTrainingConfig(**settings)
     DrafterTrainingConfig(**dict.fromkeys(settings, good))
+
+
+def test_without_a_gamma_each_block_size_has_its_own():
+    config = DrafterTrainingConfig(gamma=None, block_sizes=(4, 8, 16))
+    assert [config.gamma_at(size) for size in (4, 8, 16)] == [2, 4, 7]
+    assert DrafterTrainingConfig(gamma=3.0).gamma_at(16) == 3.0
+
+
+def test_accumulation_multiplies_the_texts_of_a_step():
+    assert DrafterTrainingConfig(sequences_per_step=3, accumulation=4).texts_per_step == 12

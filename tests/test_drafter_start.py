@@ -7,6 +7,7 @@ from blockpilot_hf import BlockPilot
 from blockpilot_hf.checks import check_pair
 from blockpilot_hf.configuration_dflash import default_target_layer_ids
 from blockpilot_hf.drafter_start import DEFAULT_BLOCK_SIZE, DEFAULT_NUM_LAYERS, drafter_from_target
+from blockpilot_hf.embedded import untrained_drafter
 
 SMALL = {
     "vocab_size": 64,
@@ -134,3 +135,12 @@ def test_what_the_target_does_not_have_is_refused(target, settings, message, goo
     with pytest.raises(ValueError, match=message):
         start(target, **settings)
     assert start(target, **dict.fromkeys(settings, good))
+
+
+def test_an_untrained_drafter_has_the_sizes_of_one_that_is_trained(target):
+    ours = start(target, mask_token_id=17, block_size=6).config.to_diff_dict()
+    theirs = untrained_drafter(target, num_layers=2, block_size=6).config.to_diff_dict()
+    for config in (ours, theirs):
+        config.pop("dtype", None)
+        config.pop("mask_token_id")
+    assert ours == theirs

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import signal
@@ -12,9 +13,10 @@ from conftest import make_target
 from drafter_texts import make_text, make_texts
 from safetensors.torch import load_file
 
-from blockpilot_hf.drafter_recipe import DrafterTrainingConfig
+from blockpilot_hf.drafter_recipe import DrafterTrainingConfig, default_gamma
 from blockpilot_hf.drafter_start import drafter_from_target
-from blockpilot_hf.drafter_training import DrafterTrainer
+from blockpilot_hf.drafter_training import DrafterTrainer, acceptance_groups
+from blockpilot_hf.replay import Replay
 from blockpilot_hf.target_states import TargetStatesReader, target_states
 from blockpilot_hf.texts import Text
 
@@ -137,6 +139,90 @@ def test_no_gradient_reaches_the_target(texts, tmp_path):
     train(make_trainer(target, texts, tmp_path, steps=2))
     for name, parameter in target.named_parameters():
         assert parameter.grad is None and parameter.requires_grad and torch.equal(parameter, before[name])
+
+
+def test_the_loss_of_mixed_block_sizes_is_that_of_the_size_that_was_drawn(target, texts, tmp_path):
+    mixed = make_trainer(target, texts, tmp_path, block_sizes=(2, 4, 8), gamma=None)
+    alone = {
+        size: make_trainer(target, texts, tmp_path, block_size=size, gamma=default_gamma(size)) for size in (2, 4, 8)
+    }
+    drawn = []
+    for seed in range(30):
+        loss, count = mixed.loss(texts[0], torch.Generator().manual_seed(seed))
+        # Six anchors give five times as many positions at size 8 as ends of the text leave at size 2.
+        of_size = {size: one.loss(texts[0], torch.Generator().manual_seed(seed)) for size, one in alone.items()}
+        matching = [size for size, (theirs, number) in of_size.items() if number == count and torch.equal(theirs, loss)]
+        assert len(matching) == 1
+        drawn += matching
+    assert set(drawn) == {2, 4, 8} and max(map(drawn.count, (2, 4, 8))) < 20
+
+
+def test_the_drafters_own_block_size_must_be_trained(target, texts, tmp_path):
+    with pytest.raises(ValueError, match=r"The drafter's block size is 4, the recipe trains \(2, 8\)"):
+        make_trainer(target, texts, tmp_path, block_sizes=(2, 8))
+    assert make_trainer(target, texts, tmp_path, block_sizes=(2, 4)).drafter.config.block_size == 4
+
+
+def test_accumulated_texts_make_the_step_that_as_many_texts_at_once_make(target, texts, tmp_path):
+    first = make_trainer(target, texts, tmp_path / "a", sequences_per_step=3, accumulation=2, steps=4)
+    second = make_trainer(target, texts, tmp_path / "b", sequences_per_step=6, steps=4)
+    for trainer in (first, second):
+        train(trainer)
+    assert_same_run(first, second)
+
+
+def test_mixed_precision_computes_passes_in_bfloat16_and_keeps_weights_in_float32(target, texts, tmp_path):
+    plain, mixed = (
+        make_trainer(target, texts, tmp_path / name, mixed_precision=name, steps=30, learning_rate=5e-3)
+        for name in ("no", "bf16")
+    )
+    losses = {}
+    for trainer in (plain, mixed):
+        computed: set[torch.dtype] = set()
+
+        def watch(module, given, result, computed=computed):
+            computed.add(result.dtype)
+
+        hook = trainer.drafter.fc.register_forward_hook(watch)
+        ours = losses[trainer] = []
+        train(trainer, on_step=lambda step, loss, ours=ours: ours.append(loss), validate_every=100)
+        hook.remove()
+        assert computed == {torch.bfloat16 if trainer is mixed else torch.float32}
+    assert losses[plain] != losses[mixed] and losses[mixed] == pytest.approx(losses[plain], rel=0.1)
+    assert sum(losses[mixed][-5:]) < sum(losses[mixed][:5])
+    assert all(p.dtype == torch.float32 for p in mixed.drafter.parameters())
+    moments = mixed.optimizer.state_dict()["state"].values()
+    assert all(moment["exp_avg"].dtype == torch.float32 for moment in moments)
+
+
+def test_a_run_with_all_options_is_resumed_as_the_unbroken_one(target, texts, tmp_path):
+    settings = {"block_sizes": (2, 4), "gamma": None, "accumulation": 2, "mixed_precision": "bf16"}
+    whole = make_trainer(target, texts, tmp_path / "a", **settings)
+    train(whole)
+    steps = []
+    train(
+        make_trainer(target, texts, tmp_path / "b", **settings),
+        on_step=lambda step, loss: steps.append(step),
+        should_stop=lambda: len(steps) == 5,
+    )
+    resumed = make_trainer(target, texts, tmp_path / "b", **settings)
+    assert resumed.resume() == 5
+    train(resumed)
+    assert_same_run(resumed, whole)
+
+
+def test_acceptance_is_told_by_temperature_where_there_are_several(target, texts):
+    def walk(temperature, accepted):
+        text = dataclasses.replace(texts[0], category="maths", temperature=temperature)
+        return Replay(text, {4: [accepted] * (len(text.answer_ids) - 1)})
+
+    cold, hot = [walk(0.0, 3), walk(0.0, 1)], [walk(0.7, 0)]
+    groups = acceptance_groups([*cold, *hot], 4)
+    assert set(groups) == {"maths", "all", "all, temperature 0", "all, temperature 0.7"}
+    assert groups["all, temperature 0.7"] == {"acceptance_length": 1.0, "num_prompts": 1}
+    expected = sum(one.acceptance_length(4) for one in cold) / 2
+    assert groups["all, temperature 0"] == {"acceptance_length": expected, "num_prompts": 2}
+    assert set(acceptance_groups(cold, 4)) == {"maths", "all"}
 
 
 # --- which texts ---
@@ -315,6 +401,9 @@ def test_the_number_of_steps_may_change_on_the_way(target, texts, tmp_path):
         ({"gamma": 3.0}, "gamma"),
         ({"distillation": 0.4}, "distillation"),
         ({"block_size": 5}, "drafter"),
+        ({"block_sizes": (2, 4)}, "block_sizes"),
+        ({"mixed_precision": "bf16"}, "mixed_precision"),
+        ({"accumulation": 2}, "accumulation"),
         ({"target": make_target(seed=1)}, "target"),
         ({"target": make_target().to(torch.bfloat16)}, "dtype"),
         ({"order": [0, 2, 3, 4, 5, 6, 7]}, "texts"),

@@ -92,6 +92,14 @@ def test_the_table_has_every_category_with_its_number_of_prompts_and_all_last(wi
     assert max(map(len, out.getvalue().splitlines())) <= width and "\x1b" not in out.getvalue()
 
 
+def test_all_by_temperature_stands_below_all():
+    out = io.StringIO()
+    more = {f"all, temperature {t}": {"acceptance_length": 1.4, "num_prompts": 15} for t in ("1", "0.7")}
+    TrainingDisplay(Console(file=out, width=80, highlight=False), 0, 10).acceptance("tau", more | GROUPS)
+    names = [line.split("  ")[0].strip() for line in out.getvalue().splitlines() if "." in line]
+    assert names == ["code", "maths", "all", "all, temperature 0.7", "all, temperature 1"]
+
+
 def test_a_long_line_stays_whole_in_a_pipe():
     out = io.StringIO()
     TrainingDisplay(Console(file=out, width=40, highlight=False), 0, 10).line("x" * 100)
