@@ -1,6 +1,6 @@
-"""Model cards of the embedded drafter and policy, rendered from the records that lie beside the weights.
+"""Model cards of the embedded drafter and policies, rendered from the records that lie beside the weights.
 
-Figures in a card come from `validation.json` and `evaluation.json`, never from a keyboard. Knows nothing of models.
+Figures in a card come from `validation.json`, `evaluation.json` and `training.json`, never from a keyboard. Knows nothing of models.
 """
 
 import json
@@ -10,7 +10,9 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from .embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_POLICY_NAME
+from .embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDED_POLICY_NAME
+from .evaluation import ENOUGH_PROMPTS
+from .evaluation_display import choices_table, control_lines, gains_table, groups_table, rules_table, temperature_name
 
 _BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DATASETS = ["openai/gsm8k"]
@@ -74,15 +76,15 @@ target in {meta["target_dtype"]}. By prompt: `validation.json`.
 
 {meta["num_parameters"] / 1e6:.1f} M parameters, started from the target's last layers, context from the target's layers
 {", ".join(map(str, settings["target_layer_ids"]))}. {run["num_steps"]:,} steps of {settings["sequences_per_step"]} texts with {settings["anchors_per_sequence"]} random anchors each, {meta["num_texts"]:,} texts that the
-target wrote itself (greedy, at most 176 new tokens), AdamW with a cosine from {settings["learning_rate"]:g}, position weights
-exp(-(k - 1) / {settings["gamma"]:g}), {settings["distillation"]:.0%} of the loss against the target's whole distribution. {run["training_s"] / 60:.0f} minutes of a CPU.{_notes(run)}
+target wrote itself{_temperatures(meta)}, AdamW with a cosine from {settings["learning_rate"]:g}, position weights
+exp(-(k - 1) / {"gamma" if settings["gamma"] is None else f"{settings['gamma']:g}"}), {settings["distillation"]:.0%} of the loss against the target's whole distribution. {run["training_s"] / 60:.0f} minutes of a CPU.{_notes(run)}
 
+{_progress(record)}
 ## Limits
 
 - It fits the target named below and no other, also no other quantisation of it.
-- It knows the kinds of prompts that it was trained on: maths word problems, short code, questions, rewriting, summaries. On others,
-  translation for one, few drafts are accepted; the policy then picks a small block.
-- Answers were greedy. Sampling at a high temperature lowers the acceptance length.
+- It knows the kinds of prompts that it was trained on. On others few drafts are accepted; the policy then picks a small block.
+- Sampling at a high temperature lowers the acceptance length.
 
 {_SOURCES}"""
     return _card(
@@ -90,49 +92,72 @@ exp(-(k - 1) / {settings["gamma"]:g}), {settings["distillation"]:.0%} of the los
     )
 
 
-def policy_card(record: dict[str, Any]) -> str:
+def _progress(record: dict[str, Any]) -> str:
+    """How acceptance grew with data and steps, where it is on record."""
+    entries = record.get("progress", [])
+    if not entries:
+        return ""
+    names = list(_all_last(entries[-1]["acceptance_length"]))
+    rows = [
+        [
+            *(str(entry["run"]), f"{entry['step']:,}", f"{entry['num_texts']:,}", f"{entry['num_visits']:,}"),
+            f"{entry['training_s'] / 60:.0f}",
+            str(entry["acceptance_length"]["all"]["num_prompts"]),
+            *(f"{entry['acceptance_length'][name]['acceptance_length']:.2f}" for name in names),
+        ]
+        for entry in entries
+    ]
+    header = ["run", "steps", "texts", "visits", "minutes", "held out", *names]
+    return f"\nAcceptance length against data and steps; a run starts from the end of the one before:\n\n{_table(header, rows)}\n"
+
+
+def _temperatures(meta: dict[str, Any]) -> str:
+    """How the texts were drawn, where it is on record."""
+    counts = {temperature_name(float(t)): number for t, number in meta.get("temperatures", {}).items()}
+    return f" ({', '.join(f'{number:,} {name}' for name, number in counts.items())})" if counts else ""
+
+
+def policy_card(
+    record: dict[str, Any], name: str = EMBEDDED_POLICY_NAME, training: dict[str, Any] | None = None
+) -> str:
     """
-    The policy's `README.md`.
+    A policy's `README.md`.
 
     Args:
-        record (`dict`): Of `blockpilot train-policy`, as in `evaluation.json`.
-    """
-    part = "test" if "test" in record["results"] else "validation"
-    result, costs = _all_last(record["results"][part]), record["costs"]
-    rules = [rule for rule in result["all"] if rule not in ("prompts", "policy's choices")]
-    rows = _table(
-        ["rule", *(f"{name} ({group['prompts']['num_prompts']})" for name, group in result.items())],
-        [[rule, *(f"{group[rule]['speedup']:.3f}" for group in result.values())] for rule in rules],
-    )
-    choices = _table(
-        ["chosen size", *result["all"]["policy's choices"]],
-        [[name, *(str(n) for n in group["policy's choices"].values())] for name, group in result.items()],
-    )
-    sizes = sorted((int(size) for size in costs["verify_s"]), key=int)
-    prices = _table(
-        ["block size", *map(str, sizes)],
-        [
-            ["verify, ms", *(f"{costs['verify_s'][str(size)] * 1e3:.1f}" for size in sizes)],
-            ["draft, ms", *(f"{costs['draft_s'][str(size)] * 1e3:.1f}" if size > 1 else "-" for size in sizes)],
-        ],
-    )
-    machine = costs["measured_on"]
-    where = {
-        "test": "prompts that neither drafter nor policy saw in training",
-        "validation": "prompts that decided when training stopped, so slightly flattering",
-    }[part]
-    body = f"""\
-# {EMBEDDED_POLICY_NAME}
+        record (`dict`): Of `blockpilot evaluate`, as in `evaluation.json`.
+        name (`str`): The policy's, in the record too, unless it is the only one there.
+        training (`dict`, *optional*): Of `blockpilot train-policy`, as in `training.json`.
 
-A [BlockPilot](https://arxiv.org/abs/2606.31315) policy: it reads the target's distribution at the last prompt position, once per prompt, and picks the
-block size ({", ".join(map(str, sizes))}; 1 is plain decoding) with which [{EMBEDDED_DRAFTER_NAME}](../{EMBEDDED_DRAFTER_NAME}) and SmolLM2-135M-Instruct are fastest.
+    Raises:
+        `ValueError`: if the record has several policies and none of that name.
+    """
+    known = record["meta_info"]["policies"]
+    if name not in known and len(known) != 1:
+        raise ValueError(f"The record has no policy {name!r}, only {sorted(known)}. Evaluate it under that name.")
+    policy = name if name in known else next(iter(known))
+    sizes, sweep = ", ".join(map(str, known[policy]["block_sizes"])), record["meta_info"]["sweep"]
+    picks = {
+        EMBEDDED_POLICY_NAME: f"the block size ({sizes}; 1 is plain decoding) with which they are fastest",
+        EMBEDDED_PAPER_POLICY_NAME: f"the block size ({sizes}) with the largest acceptance length, as in the paper",
+    }.get(name, f"the block size ({sizes})")
+    loaded = (
+        "pilot = BlockPilot.from_pretrained()  # the drafter and this policy"
+        if name == EMBEDDED_POLICY_NAME
+        else f'pilot = BlockPilot.from_pretrained(policy=embedded_drafter_dir().parent / "{name}")'
+    )
+    more = "" if name == EMBEDDED_POLICY_NAME else "\nfrom blockpilot_hf.loading import embedded_drafter_dir"
+    body = f"""\
+# {name}
+
+A [BlockPilot](https://arxiv.org/abs/2606.31315) policy for [{EMBEDDED_DRAFTER_NAME}](../{EMBEDDED_DRAFTER_NAME}) and SmolLM2-135M-Instruct: it
+reads the target's distribution at the last prompt position, once per prompt, and picks {picks}.
 
 ```python
 from blockpilot_hf import BlockPilot
-from blockpilot_hf.embedded import load_embedded_target
+from blockpilot_hf.embedded import load_embedded_target{more}
 
 target, tokenizer = load_embedded_target()
-pilot = BlockPilot.from_pretrained()  # the drafter and this policy
+{loaded}
 inputs = tokenizer.apply_chat_template(
     [{{"role": "user", "content": "What is 7 times 8?"}}],
     add_generation_prompt=True,
@@ -145,39 +170,102 @@ print(output.blockpilot.block_size, output.blockpilot.scores)
 
 ## What it is worth
 
-Speedup over plain decoding, prefill aside, from measured acceptance lengths and the cost table below; {where}. Greedy, at most
-{record["meta_info"]["max_new_tokens"]} new tokens, mean over prompts, number of prompts in brackets. "Best constant" is the size that was best on the training
-prompts, "best per prompt" cannot be had without decoding at every size first.
+On held-out prompts, from a sweep: how decoding goes at every block size on one and the same text of at most {sweep["max_new_tokens"]} new tokens,
+in {sweep["dtype"]}. Tau is the acceptance length, the mean over prompts; tok/step is pooled; times plain is the speed over plain decoding under the
+cost table below, prefill aside. In brackets 95 % bootstrap intervals over prompts ({record["settings"]["num_resamples"]:,} resamples). The best constant
+was chosen on the training prompts; the best per text cannot be had without decoding at every size first.
+{_checked(record)}
 
-{rows}
+{_results(record, policy)}
 
-How often it picked which size:
+Command: `{record["run_info"]["command"]}`. Weights (fingerprints): policy `{known[policy]["fingerprint"]}`, drafter
+`{sweep["drafter_fingerprint"]}`, target `{sweep["target_fingerprint"]}`. By prompt: `evaluation.json`.
+{_costs(record["costs"])}{_training(training)}
+## Limits
 
-{choices}
+- It fits the drafter and the target named above.
+- {_made_for(known[policy]["sampling"])}
 
-Command: `{record["run_info"]["command"]}`. Weights (fingerprint): policy `{record["meta_info"]["policy"]}`, drafter `{record["meta_info"]["drafter"]}`,
-target `{record["meta_info"]["target"]}`.
+{_SOURCES}"""
+    return _card(name, body, tags=["blockpilot", "speculative-decoding", "custom_generate"])
 
+
+def _results(record: dict[str, Any], policy: str) -> str:
+    parts = []
+    for result in record["results"]:
+        comparison = next(one for one in result["comparisons"] if policy in one["policies"])
+        parts.append(f"### {temperature_name(result['temperature']).capitalize()}")
+        tables = [
+            rules_table(result, comparison),
+            gains_table(comparison),
+            groups_table(comparison, policy),
+            choices_table(comparison, policy),
+        ]
+        for table in tables:
+            parts += [f"{table.title[0].upper()}{table.title[1:]}:", _table(table.header, table.rows)]
+        if not all(group["is_enough"] for group in comparison["groups"].values()):
+            parts.append(f"\\* fewer than {ENOUGH_PROMPTS} prompts: too few for a claim.")
+        parts += [f"Control: {line}." for line in control_lines(comparison)]
+    return "\n\n".join(parts)
+
+
+def _checked(record: dict[str, Any]) -> str:
+    """Whether the prompts are held out."""
+    lists = record["overlap"]["lists"]
+    unknown = [name for name, entry in lists.items() if not entry["is_checked"]]
+    checked = len(lists) - len(unknown)
+    dropped = record["overlap"]["num_prompts_dropped"]
+    told = f"Hashes of the prompts were compared with {checked} of {len(lists)} lists of training prompts; "
+    told += f"{dropped} that were on one were left out." if dropped else "none was on one."
+    return told + (f" Without a list: {', '.join(unknown)}." if unknown else "")
+
+
+def _costs(costs: dict[str, Any] | None) -> str:
+    if costs is None:
+        return ""
+    sizes = sorted(map(int, costs["verify_s"]))
+    prices = _table(
+        ["block size", *map(str, sizes)],
+        [
+            ["verify, ms", *(f"{costs['verify_s'][str(size)] * 1e3:.1f}" for size in sizes)],
+            ["draft, ms", *(f"{costs['draft_s'][str(size)] * 1e3:.1f}" if size > 1 else "-" for size in sizes)],
+        ],
+    )
+    machine = costs["measured_on"]
+    return f"""
 ## Costs
 
 Medians on {machine["num_threads"]} threads of {machine["device"]} in {machine["dtype"]}, {costs["context_length"]} tokens of context, torch {machine["torch"]}:
 
 {prices}
 
-The choice holds for machines where these ratios hold, roughly.
+Speeds above hold for machines where these ratios hold, roughly.
+"""
 
+
+def _training(training: dict[str, Any] | None) -> str:
+    if training is None:
+        return ""
+    settings, prompts = training["settings"], training["num_prompts"]
+    rule = "tokens per second under the cost table" if settings["rule"] == "seconds" else "acceptance length"
+    features = {
+        "compact": "64 sorted log-probabilities, entropy, margin and the sampling settings",
+        "logits": "the logits over the whole vocabulary",
+    }[settings["features"]]
+    return f"""
 ## Training
 
-Labels: acceptance length at every size on {record["num_prompts"]["train"]} prompts ({"decoded" if record["meta_info"]["labels"] == "decoding" else "replayed on the target's own answers"}); objective "{record["settings"]["objective"]}";
-stopped by {record["num_prompts"]["validation"]} other prompts. Features: 64 sorted log-probabilities, entropy, margin.{_notes(record["run_info"])}
+Labels: the block size with the most {rule}, the smallest among equals, on {training["num_texts"]["train"]:,} texts of {prompts["train"]:,} prompts; stopped by {prompts["validation"]:,} other
+prompts, the best of {settings["num_seeds"]} seed{"s" if settings["num_seeds"] > 1 else ""}. Objective "{settings["objective"]}"{", class weights" if settings["class_weights"] else ""}. Features: {features}.
+Command: `{training["run_info"]["command"]}`.{_notes(training["run_info"])}
+"""
 
-## Limits
 
-- Made for greedy decoding; the sampling settings had no part in training.
-- It fits the drafter and the target named above.
-
-{_SOURCES}"""
-    return _card(EMBEDDED_POLICY_NAME, body, tags=["blockpilot", "speculative-decoding", "custom_generate"])
+def _made_for(sampling: dict[str, Any] | None) -> str:
+    if sampling and "temperature" in sampling:
+        name = temperature_name(sampling["temperature"])
+        return f"Made for {name} decoding: other sampling settings had no part in training."
+    return "Made for greedy decoding and for sampling at the temperatures above, without top-k and top-p."
 
 
 def _notes(run: dict[str, Any]) -> str:
@@ -207,13 +295,25 @@ def _all_last(groups: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_cards(hub_cards: Path) -> None:
-    """Renders the cards of both folders anew."""
-    for name, record_name, render in (
-        (EMBEDDED_DRAFTER_NAME, "validation.json", drafter_card),
-        (EMBEDDED_POLICY_NAME, "evaluation.json", policy_card),
-    ):
-        record = json.loads((hub_cards / name / record_name).read_text(encoding="utf-8"))
-        (hub_cards / name / "README.md").write_text(render(record), encoding="utf-8")
+    """Renders the cards of all folders that are there anew."""
+    drafter = hub_cards / EMBEDDED_DRAFTER_NAME
+    if drafter.is_dir():
+        (drafter / "README.md").write_text(drafter_card(_read(drafter / "validation.json")), encoding="utf-8")
+    for name in (EMBEDDED_POLICY_NAME, EMBEDDED_PAPER_POLICY_NAME):
+        folder = hub_cards / name
+        if folder.is_dir():
+            (folder / "README.md").write_text(card_of_policy(folder), encoding="utf-8")
+
+
+def card_of_policy(folder: Path) -> str:
+    """The card that the records in a policy's folder give."""
+    training = folder / "training.json"
+    known = _read(training) if training.is_file() else None
+    return policy_card(_read(folder / "evaluation.json"), folder.name, known)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,11 @@ from rich.text import Text
 from transformers.utils import logging
 
 from .cli_common import package_version
+from .cli_evaluate import evaluate_command
 from .cli_generate import generate
 from .cli_policy import train_policy_command
+from .cli_prepare import prepare
+from .cli_sweep import check_replay_command, sweep
 from .cli_train import train_drafter
 from .cli_verify import verify
 
@@ -40,8 +43,12 @@ def _app(
 
 app.command("generate", short_help="Answer prompts, and compare with plain generate.")(generate)
 app.command("verify", short_help="Is the output plain generate's own?")(verify)
+app.command("prepare", short_help="Have a target answer prompts.")(prepare)
 app.command("train-drafter", short_help="Train a drafter for a target.")(train_drafter)
-app.command("train-policy", short_help="Train a policy for a target and a drafter.")(train_policy_command)
+app.command("sweep", short_help="What every block size would have accepted on texts.")(sweep)
+app.command("check-replay", short_help="Is a sweep what decoding does?")(check_replay_command)
+app.command("train-policy", short_help="Train a policy on a sweep.")(train_policy_command)
+app.command("evaluate", short_help="What policies are worth on prompts that no training saw.")(evaluate_command)
 
 
 def main() -> None:

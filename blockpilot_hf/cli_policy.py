@@ -1,221 +1,337 @@
-"""`blockpilot train-policy`: from prompts or texts to a policy, with what it is worth on prompts that it never saw."""
+"""`blockpilot train-policy`: from a sweep to a policy, with what it learned next to what needs no learning."""
 
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from .cli_common import Drafter, Dtype, Target, check_names, load_pilot, load_target, package_version
-from .cli_console import progress_bar
+from .cli_console import Screen, progress_bar
 from .costs import CostTable, measure_costs
 from .drafter_checkpoint import written_whole
-from .drafter_record import package_versions, write_json
-from .generate import BlockPilot
-from .policy_labels import append_example, decoded_example, read_examples, replayed_example
-from .policy_training import PolicyExample, PolicyTrainingConfig, compare_rules, train_policy
-from .prompts import encode_prompt, read_prompts
+from .drafter_record import package_versions, write_training_prompts
+from .evaluation import Comparison, evaluate, overlapping
+from .evaluation_display import Table, told
+from .json_lines import write_json
+from .policy_training import (
+    PolicyTrainingConfig,
+    best_epoch,
+    prompt_numbers,
+    split_rows,
+    train_policy,
+    window,
+    with_steps,
+)
+from .sweep import Sweep, SweepRow, read_sweep
 from .target_states import weights_fingerprint
-from .texts import Text, read_texts, spread
 
 _DEFAULTS = PolicyTrainingConfig()
-LABELS = ("decoding", "replay")
+_BLOCK_SIZES = "1,2,3,4,6,8"
+# What two sweeps must share to be spoken of together.
+_PAIR = ("target_fingerprint", "drafter_fingerprint", "training_block_size")
+
+SweepFolder = Annotated[
+    Path, typer.Argument(exists=True, file_okay=False, help="Folder that `blockpilot sweep` wrote.", metavar="SWEEP")
+]
+Resamples = Annotated[int, typer.Option(min=1, help="Resamples behind the intervals.")]
 
 
 def train_policy_command(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            exists=True,
-            dir_okay=False,
-            help="Prompts (.jsonl or one per line), or texts with `prompt_ids` and `answer_ids` (.jsonl, .jsonl.gz).",
-        ),
-    ],
-    output: Annotated[Path, typer.Option(help="Folder for labels, costs, results and the policy; a rerun goes on.")],
-    target: Target = None,
-    drafter: Drafter = None,
-    dtype: Dtype = "auto",
-    labels: Annotated[
+    sweep: SweepFolder,
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder for the policy, the record and the costs.")],
+    rule: Annotated[
         str,
         typer.Option(
-            help="'decoding': decode every prompt at every size. 'replay': the same counts from the target's own "
-            "answers in the source, many times faster."
+            help="What makes a size the best one. 'seconds': most tokens per second under the cost table; 'tau': the "
+            "largest acceptance length in a window around the size that the drafter was trained for, as in the paper."
         ),
-    ] = "decoding",
-    block_sizes: Annotated[str, typer.Option(help="Candidate sizes, comma-separated.")] = "1,2,3,4,6,8",
-    costs: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Cost table; measured here without it.")
+    ] = _DEFAULTS.rule,
+    block_sizes: Annotated[
+        str | None,
+        typer.Option(help="Candidates of rule 'seconds', comma-separated.", show_default=_BLOCK_SIZES),
     ] = None,
-    test: Annotated[
+    window_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--window", help="Candidates of rule 'tau', comma-separated.", show_default="two around the training size"
+        ),
+    ] = None,
+    costs: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Other prompts or texts, labelled likewise, to say what the policy is worth.",
+            help="Cost table.",
+            show_default="costs.json in the output, for rule 'seconds' measured if it is not there",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=10, help="That many prompts of the source, spread evenly.")] = None,
-    test_limit: Annotated[int | None, typer.Option(min=1, help="That many prompts of the test file.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of an answer at most.")] = 96,
+    test: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Another sweep, to judge the policy on.")
+    ] = None,
     validation: Annotated[
         float, typer.Option(min=0.05, max=0.5, help="Share of the prompts that decide when training stops.")
     ] = 0.2,
+    features: Annotated[
+        str,
+        typer.Option(
+            help="'compact', or 'logits': the whole vocabulary, as in the paper; needs a sweep with --keep-logits."
+        ),
+    ] = _DEFAULTS.features,
     objective: Annotated[
         str,
-        typer.Option(help="'label': name the fastest size, as in the paper; 'speed': expected speed of the choice."),
+        typer.Option(help="'label': name the best size, as in the paper; 'speed': expected worth of the choice."),
     ] = _DEFAULTS.objective,
-    hidden_size: Annotated[int, typer.Option(min=1, help="Width of the head.")] = _DEFAULTS.hidden_size,
+    class_weights: Annotated[
+        bool, typer.Option("--class-weights", help="Let a label weigh as much as it is rare.")
+    ] = False,
+    hidden_size: Annotated[int, typer.Option(min=1, help="Width of the head; the paper's 2048.")] = (
+        _DEFAULTS.hidden_size
+    ),
+    dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="After each hidden layer.")] = _DEFAULTS.dropout,
+    epochs: Annotated[int, typer.Option(min=1, help="At most.")] = _DEFAULTS.epochs,
+    patience: Annotated[
+        int, typer.Option(min=1, help="Epochs without a better validation before training stops.")
+    ] = _DEFAULTS.patience,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = _DEFAULTS.learning_rate,
-    seed: Annotated[int, typer.Option(help="Of start, order and split.")] = _DEFAULTS.seed,
+    weight_decay: Annotated[float, typer.Option(min=0.0, help="Of AdamW.")] = _DEFAULTS.weight_decay,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts per step.")] = _DEFAULTS.batch_size,
+    seed: Annotated[int, typer.Option(help="Of start and order.")] = _DEFAULTS.seed,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Train with that many seeds and keep the one with the best validation.")
+    ] = 1,
+    bootstrap: Resamples = 10_000,
+    target: Target = None,
+    drafter: Drafter = None,
+    dtype: Dtype = "auto",
 ) -> None:
-    """Train a policy that picks the block size with the most tokens per second, and compare it with constant sizes."""
-    if labels not in LABELS:
-        raise ValueError(f"`--labels` must be one of {', '.join(LABELS)}, got {labels!r}.")
-    sizes = _sizes(block_sizes)
-    config = PolicyTrainingConfig(objective=objective, hidden_size=hidden_size, learning_rate=learning_rate, seed=seed)
-    check_names(target, drafter, None, dtype)
-    console = Console(stderr=True, highlight=False)
-    model, tokenizer = load_target(target, dtype)
-    pilot = load_pilot(drafter, "none", model)
-    known = _read_source(source, tokenizer, limit, need_answers=labels == "replay")
-    tested = _read_source(test, tokenizer, test_limit, need_answers=labels == "replay") if test else []
-    shared = {text.prompt_hash for text in known} & {text.prompt_hash for text in tested}
-    if shared:
-        raise ValueError(f"{len(shared)} prompts of {test} are also in {source}. Take them out of one of the two.")
-
-    table = _cost_table(costs, output / "costs.json", model, pilot.drafter, sizes)
-    made_with: dict[str, Any] = {
-        "target": weights_fingerprint(model),
-        "drafter": weights_fingerprint(pilot.drafter),
-        "block_sizes": sizes,
-        "max_new_tokens": max_new_tokens,
-    }
-    made_with["labels"] = labels
-    label = _labeller(labels, model, pilot, sizes, max_new_tokens)
-    examples = _label(known, output / "labels.jsonl", made_with, console, label)
-    tests = _label(tested, output / "test_labels.jsonl", made_with, console, label)
-    ordered = sorted(examples, key=lambda example: example.prompt_hash)
-    cut = max(1, round(len(ordered) * validation))
-    policy, log = train_policy(ordered[cut:], ordered[:cut], table, sizes, config)
-    best = max(log, key=lambda entry: entry["validation_speedup"])
-    console.print(
-        f"trained on {len(ordered) - cut} prompts, stopped by {cut}; best epoch {best['epoch']} of {len(log)}"
+    """Train a policy that picks the block size of a prompt. Target and drafter are loaded only to measure costs."""
+    config = PolicyTrainingConfig(
+        rule=rule,
+        features=features,
+        objective=objective,
+        class_weights=class_weights,
+        hidden_size=hidden_size,
+        dropout=dropout,
+        epochs=epochs,
+        patience=patience,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        seed=seed,
     )
-    results = {"validation": compare_rules(policy, ordered[cut:], ordered[:cut], table)}
-    if tests:
-        results["test"] = compare_rules(policy, ordered[cut:], tests, table)
-    for name, result in results.items():
-        _print_rules(f"{name}: speedup over plain decoding under the cost table, prefill aside", result)
+    swept = read_sweep(sweep)
+    sizes = _candidates(config.rule, block_sizes, window_sizes, swept)
+    trained_for, rows = swept.settings["training_block_size"], with_steps(swept.rows)
+    train, held_out = split_rows(rows, validation)
+    tested = _read_test(test, swept, sweep) if test else None
+    screen = Screen()
+    table = _cost_table(costs, output / "costs.json", swept, sizes, config.rule, (target, drafter, dtype))
 
-    described = policy.config
-    described.sampling = {"temperature": 0.0}
-    described.target_name_or_path, described.target_fingerprint = model.config._name_or_path, made_with["target"]
-    described.drafter_name_or_path = os.path.basename(str(pilot.drafter.config._name_or_path).rstrip("/")) or None
-    described.drafter_fingerprint, described.blockpilot_version = made_with["drafter"], package_version()
+    runs = []
+    for one in progress_bar(range(seed, seed + seeds), "seeds"):
+        runs.append((one, *train_policy(train, held_out, sizes, replace(config, seed=one), table)))
+    chosen, policy, log = max(runs, key=lambda run: best_epoch(run[2])["validation"])
+    config = replace(config, seed=chosen)
+    unit = "tau" if config.rule == "tau" else "times plain"
+    _say_how_it_went(screen, runs, chosen, unit, len(set(prompt_numbers(train))), len(set(prompt_numbers(held_out))))
+
+    _describe(policy.config, swept.settings)
     with written_whole(output / "policy") as beside:
         policy.save_pretrained(beside)
+        write_training_prompts(beside, [row.prompt_hash for row in swept.rows])
+
+    def judge(on: Sequence[SweepRow]) -> list[dict[str, Any]]:
+        return evaluate(
+            on,
+            train,
+            [Comparison(tuple(sizes), {output.absolute().name: policy})],
+            block_sizes=sorted({*sizes, trained_for}),
+            training_block_size=trained_for,
+            costs=table,
+            num_resamples=bootstrap,
+            seed=seed,
+            progress=progress_bar,
+        )
+
+    results = {"validation": judge(held_out), **({"test": judge(with_steps(tested.rows))} if tested else {})}
+    sides = {"train": train, "validation": held_out, **({"test": with_steps(tested.rows)} if tested else {})}
     write_json(
-        output / "evaluation.json",
+        output / "training.json",
         {
-            "run_info": {
-                "command": shlex.join(["blockpilot", *sys.argv[1:]]),
-                "finished_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            },
+            "run_info": run_info(),
             "meta_info": {
                 "versions": package_versions(),
-                **made_with,
-                "policy": weights_fingerprint(policy),
-                "target_name": model.config._name_or_path,
+                "policy_fingerprint": weights_fingerprint(policy),
+                "sweep": swept.settings,
+                **({"test_sweep": tested.settings} if tested else {}),
             },
-            "settings": {**asdict(config), "validation_share": validation},
-            "costs": asdict(table),
-            "num_prompts": {"train": len(ordered) - cut, "validation": cut, "test": len(tests)},
+            "settings": {**asdict(config), "block_sizes": sizes, "validation_share": validation, "num_seeds": seeds},
+            "costs": asdict(table) if table else None,
+            "num_prompts": {name: len(set(prompt_numbers(side))) for name, side in sides.items()},
+            "num_texts": {name: len(side) for name, side in sides.items()},
+            "num_texts_without_steps": len(swept.rows) - len(rows),
+            "seeds": [{"seed": one, "num_epochs": len(its), **best_epoch(its)} for one, _, its in runs],
+            "log": log,
             "results": results,
         },
     )
-    console.print(f"policy written to {output / 'policy'}, record to {output / 'evaluation.json'}")
+    titles = {"validation": "on the prompts that decided when training stopped", "test": f"on {test}"}
+    for name, result in results.items():
+        screen.line()
+        screen.line(f"{name}: {titles[name]}", style="bold")
+        show(screen, result)
+    screen.line()
+    screen.line(f"policy: {output / 'policy'}, record: {output / 'training.json'}")
 
 
-def _sizes(text: str) -> list[int]:
+def show(screen: Screen, results: list[dict[str, Any]]) -> None:
+    """An evaluation's tables and lines."""
+    for part in told(results):
+        screen.line()
+        if isinstance(part, Table):
+            screen.table(part.title, part.header, part.rows)
+        else:
+            screen.line(part)
+
+
+def run_info() -> dict[str, str]:
+    """Of this call, for a record."""
+    return {
+        "command": shlex.join(["blockpilot", *sys.argv[1:]]),
+        "finished_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def check_same_pair(sweep: Sweep, other: Sweep, path: Path) -> None:
+    """
+    Raises:
+        `ValueError`: if two sweeps are of different targets or drafters, which nothing can be told of together.
+    """
+    for name in _PAIR:
+        ours, theirs = sweep.settings.get(name), other.settings.get(name)
+        if ours != theirs:
+            raise ValueError(
+                f"{path} is a sweep of another pair: `{name}` is {theirs!r} there and {ours!r} in the other. Sweep "
+                "both with one target and one drafter."
+            )
+
+
+def parse_sizes(option: str, text: str) -> list[int]:
+    """
+    Raises:
+        `ValueError`: for what is no list of two block sizes or more.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise ValueError(f"`--block-sizes` takes integers >= 1, separated by commas, got {text!r}.")
+        raise ValueError(f"`{option}` takes integers >= 1, separated by commas, got {text!r}.")
     sizes = sorted({int(part) for part in parts})
     if len(sizes) < 2:
-        raise ValueError(f"`--block-sizes` needs at least two sizes to choose from, got {text!r}.")
+        raise ValueError(f"`{option}` needs at least two sizes to choose from, got {text!r}.")
     return sizes
 
 
-def _read_source(path: Path, tokenizer: Any, limit: int | None, *, need_answers: bool) -> list[Text]:
-    """Texts as they are, or prompts in the chat template with empty answers; one per prompt, spread over categories."""
-    if path.name.endswith(".gz") or '"prompt_ids"' in path.read_text(encoding="utf-8")[:100_000]:
-        texts = read_texts(path)
-    elif need_answers:
-        raise ValueError(
-            f"`--labels replay` needs the target's answers, {path} holds prompts. Use `--labels decoding`."
-        )
+def _candidates(rule: str, block_sizes: str | None, window_sizes: str | None, sweep: Sweep) -> list[int]:
+    if rule == "tau":
+        if block_sizes is not None:
+            raise ValueError("`--block-sizes` goes with rule 'seconds'. Rule 'tau' takes its candidates by `--window`.")
+        trained_for = sweep.settings["training_block_size"]
+        sizes = window(trained_for) if window_sizes is None else parse_sizes("--window", window_sizes)
     else:
-        texts = [
-            Text(prompt.id, prompt.category or "all", tuple(encode_prompt(tokenizer, prompt.turns[0])[0].tolist()), ())
-            for prompt in read_prompts(path)
-        ]
-    texts = list({text.prompt_hash: text for text in texts}.values())
-    return spread(texts, limit or len(texts))
-
-
-def _cost_table(given: Path | None, kept: Path, target: Any, drafter: Any, sizes: list[int]) -> CostTable:
-    path = given or (kept if kept.is_file() else None)
-    table = CostTable.load(path) if path else measure_costs(target, drafter, sizes)
-    missing = [size for size in sizes if size not in table.block_sizes]
-    if missing:
+        if window_sizes is not None:
+            raise ValueError("`--window` goes with rule 'tau'. Rule 'seconds' takes its candidates by `--block-sizes`.")
+        sizes = parse_sizes("--block-sizes", block_sizes or _BLOCK_SIZES)
+    if missing := sorted({*sizes, sweep.settings["training_block_size"]} - set(sweep.block_sizes)):
         raise ValueError(
-            f"The cost table {path} has no seconds for block sizes {missing}. Leave it out to measure one."
+            f"The sweep has no block sizes {missing}, only {list(sweep.block_sizes)}. Leave them out, or sweep with "
+            "them; the size that the drafter was trained for is always needed."
+        )
+    return sizes
+
+
+def _read_test(path: Path, swept: Sweep, sweep_path: Path) -> Sweep:
+    tested = read_sweep(path)
+    check_same_pair(swept, tested, path)
+    if missing := sorted(set(swept.block_sizes) - set(tested.block_sizes)):
+        raise ValueError(f"{path} has no block sizes {missing}. Sweep with those of {sweep_path}.")
+    shared = overlapping(tested.rows, {row.prompt_hash[:16] for row in swept.rows})
+    if shared:
+        raise ValueError(
+            f"{len(set(prompt_numbers(shared)))} prompts of {path} are also in {sweep_path}, the first is "
+            f"{shared[0].id!r}. Take them out of one of the two."
+        )
+    return tested
+
+
+def _cost_table(
+    given: Path | None,
+    kept: Path,
+    sweep: Sweep,
+    sizes: list[int],
+    rule: str,
+    pair: tuple[str | None, str | None, str],
+) -> CostTable | None:
+    """The one that is given, the one in the output, or a new one, which prices all sizes of the sweep."""
+    path = given or (kept if kept.is_file() else None)
+    if path is None and rule == "tau":
+        return None
+    table = CostTable.load(path) if path else _measure(sweep, *pair)
+    if missing := sorted({*sizes, sweep.settings["training_block_size"]} - set(table.block_sizes)):
+        raise ValueError(
+            f"The cost table {path} has no seconds for block sizes {missing}. Name another, or leave it out and remove "
+            f"{kept} to measure one."
         )
     if path != kept:
         table.save(kept)
     return table
 
 
-def _labeller(
-    labels: str, target: Any, pilot: BlockPilot, sizes: list[int], max_new_tokens: int
-) -> Callable[[Text], PolicyExample]:
-    if labels == "decoding":
-        return lambda text: decoded_example(target, pilot, text, sizes, max_new_tokens=max_new_tokens)
-    return lambda text: replayed_example(target, pilot.drafter, text, sizes, max_new_tokens=max_new_tokens)
+def _measure(sweep: Sweep, target: str | None, drafter: str | None, dtype: str) -> CostTable:
+    check_names(target, drafter, None, dtype)
+    model, _ = load_target(target, dtype)
+    pilot = load_pilot(drafter, "none", model)
+    for name, loaded in (("target", model), ("drafter", pilot.drafter)):
+        found, expected = weights_fingerprint(loaded), sweep.settings[f"{name}_fingerprint"]
+        if found != expected:
+            raise ValueError(
+                f"The sweep is of another {name} ({sweep.settings[name]}, weights {expected}) than the one to measure "
+                f"costs with ({found}). Name it with `--{name}`, or give a table with `--costs`."
+            )
+    return measure_costs(model, pilot.drafter, list(sweep.block_sizes))
 
 
-def _label(
-    texts: list[Text], path: Path, settings: dict[str, Any], console: Console, label: Any
-) -> list[PolicyExample]:
-    known = {example.prompt_hash: example for example in read_examples(path, settings)}
-    pending = [text for text in texts if text.prompt_hash not in known]
-    if pending and known:
-        console.print(f"{path}: {len(texts) - len(pending)} prompts are there, {len(pending)} to go")
-    for text in progress_bar(pending, "labels"):
-        known[text.prompt_hash] = label(text)
-        append_example(path, known[text.prompt_hash], settings)
-    return [known[text.prompt_hash] for text in texts]
+def _say_how_it_went(
+    screen: Screen, runs: Sequence[tuple[int, Any, Any]], chosen: int, unit: str, num_train: int, num_held_out: int
+) -> None:
+    screen.line(f"trained on {num_train} prompts, stopped by {num_held_out} others")
+    for seed, _, log in runs:
+        best = best_epoch(log)
+        screen.line(
+            f"seed {seed}: best epoch {best['epoch']} of {len(log)}, {unit} {best['train']:.3f} in training, "
+            f"{best['validation']:.3f} in validation{' (kept)' if seed == chosen and len(runs) > 1 else ''}"
+        )
 
 
-def _print_rules(title: str, result: dict[str, Any]) -> None:
-    names = [name for name in result["all"] if name not in ("prompts", "policy's choices")]
-    table = Table("rule", title=title)
-    for group, rules in result.items():
-        table.add_column(f"{group} ({rules['prompts']['num_prompts']})", justify="right")
-    for name in names:
-        table.add_row(name, *(f"{rules[name]['speedup']:.3f}" for rules in result.values()))
-    console = Console(highlight=False)
-    console.print(table)
-    for group, rules in result.items():
-        chosen = ", ".join(f"{size}: {count}" for size, count in rules["policy's choices"].items() if count)
-        console.print(f"policy's choices in {group}: {chosen}")
+def _describe(config: Any, settings: dict[str, Any]) -> None:
+    """What the policy was made for."""
+    if len(settings["temperatures"]) == 1:
+        config.sampling = {"temperature": float(settings["temperatures"][0])}
+    config.target_name_or_path, config.target_fingerprint = settings["target"], settings["target_fingerprint"]
+    config.drafter_name_or_path = os.path.basename(str(settings["drafter"]).rstrip("/")) or None
+    config.drafter_fingerprint, config.blockpilot_version = settings["drafter_fingerprint"], package_version()
 
 
-__all__ = ["train_policy_command"]
+__all__ = [
+    "Resamples",
+    "SweepFolder",
+    "check_same_pair",
+    "parse_sizes",
+    "run_info",
+    "show",
+    "train_policy_command",
+]

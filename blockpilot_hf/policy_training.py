@@ -1,55 +1,49 @@
-"""Training the policy by measured seconds: which block size gives the most tokens per second, from the prefill alone.
+"""Training the policy from a sweep: which block size is best for a prompt, told from its prefill alone.
 
-An example is a prompt with its features and the acceptance length that decoding had at every block size. A cost table
-turns those into speeds. The label is the fastest size, the smallest among equals; the head is trained either to name it
-(cross-entropy, the paper's objective) or to put its weight on sizes in proportion to the speed that they bring, which
-forgives a near miss and punishes a slow choice.
+An example is a text with the features of its prefill and the acceptance length that decoding has at every block size.
+What is best is a matter of the rule: the largest acceptance length in a window around the size that the drafter was
+trained for, as in the paper (https://huggingface.co/papers/2606.31315), or the most tokens per second under a cost
+table. The label is the best size, the smallest among equals; the head is trained either to name it (cross-entropy, the
+paper's objective) or to put its weight on sizes in proportion to what they bring, which forgives a near miss.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from .configuration_blockpilot import BlockPilotConfig
+from .configuration_blockpilot import FEATURES, BlockPilotConfig
 from .costs import CostTable
+from .features import policy_features
 from .modeling_blockpilot import BlockPilotPolicy
+from .sweep import SweepRow
 
+RULES = ("tau", "seconds")
 OBJECTIVES = ("label", "speed")
-
-
-@dataclass(frozen=True)
-class PolicyExample:
-    """
-    Args:
-        id, category (`str`): Of the prompt.
-        prompt_hash (`str`): Hash of the prompt's ids; splits go by it.
-        features (`tuple[float, ...]`): What [`policy_features`] gives for the prefill.
-        acceptance_length (`dict[int, float]`): Tau by block size; 1 at block size 1.
-    """
-
-    id: str
-    category: str
-    prompt_hash: str
-    features: tuple[float, ...]
-    acceptance_length: dict[int, float]
+# On each side of the size that the drafter was trained for.
+_WINDOW_REACH = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTrainingConfig:
     """
     Args:
+        rule (`str`): `"tau"` or `"seconds"`: what makes a block size the best one.
+        features (`str`): `"compact"`, or `"logits"` for a head over the whole vocabulary, as in the paper.
         objective (`str`): `"label"` or `"speed"`, see the module.
+        class_weights (`bool`): Whether a label weighs in the loss as much as it is rare. Only with `"label"`.
         hidden_size (`int`): Width of the head.
-        epochs (`int`): At most; training stops when the validation speed has not risen for `patience` epochs.
+        epochs (`int`): At most; training stops when the validation has not got better for `patience` epochs.
         learning_rate, weight_decay (`float`): Of AdamW.
         seed (`int`): Of the start and of the order.
     """
 
+    rule: str = "seconds"
+    features: str = "compact"
     objective: str = "label"
+    class_weights: bool = False
     hidden_size: int = 128
     dropout: float = 0.2
     epochs: int = 200
@@ -60,84 +54,183 @@ class PolicyTrainingConfig:
     seed: int = 0
 
     def __post_init__(self):
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"`objective` must be one of {list(OBJECTIVES)}, got {self.objective!r}.")
+        for name, allowed in (("rule", RULES), ("features", FEATURES), ("objective", OBJECTIVES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
         for name in ("hidden_size", "epochs", "patience", "batch_size"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be an integer >= 1, got {getattr(self, name)!r}.")
+        if self.class_weights and self.objective != "label":
+            raise ValueError(
+                f"`class_weights` weigh the labels, and objective {self.objective!r} has none. Leave them out, or use "
+                "objective 'label'."
+            )
 
 
-def speeds(examples: Sequence[PolicyExample], block_sizes: Sequence[int], costs: CostTable) -> torch.Tensor:
-    """Speedup over plain decoding `(num_examples, num_block_sizes)` under a cost table."""
-    return torch.tensor([[costs.speedup(b, e.acceptance_length[b]) for b in block_sizes] for e in examples])
+def window(training_block_size: int) -> list[int]:
+    """The paper's candidates: the size that the drafter was trained for, and two on each side of it."""
+    low = max(1, training_block_size - _WINDOW_REACH)
+    return list(range(low, training_block_size + _WINDOW_REACH + 1))
+
+
+def with_steps(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    """Without answers of one token: the prefill gives that, no block size is better than another."""
+    return [row for row in rows if row.num_new_tokens > 1]
+
+
+def prompt_numbers(rows: Sequence[SweepRow]) -> list[int]:
+    """
+    A number from 0 for each row's prompt, in order of appearance. Rows with one prompt hash belong together whatever
+    their names, and so do the turns of a conversation, which have one prompt id: the second holds the first.
+    """
+    leader: dict[str, str] = {}
+
+    def find(key: str) -> str:
+        while leader.setdefault(key, key) != key:
+            key = leader[key]
+        return key
+
+    for row in rows:
+        if row.prompt_id:
+            leader[find(f"hash {row.prompt_hash}")] = find(f"id {row.prompt_id}")
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(find(f"hash {row.prompt_hash}"), len(numbers)) for row in rows]
+
+
+def split_rows(rows: Sequence[SweepRow], share: float) -> tuple[list[SweepRow], list[SweepRow]]:
+    """
+    Rows to train on and rows to validate on. All texts of a prompt are on one side, and which one depends on the
+    prompts alone, not on their order.
+
+    Args:
+        share (`float`): Of the prompts that go to the second side, at least one.
+
+    Returns:
+        `tuple(list[SweepRow], list[SweepRow])`
+
+    Raises:
+        `ValueError`: if that leaves no prompt to train on.
+    """
+    numbers = prompt_numbers(rows)
+    first_hash: dict[int, str] = {}
+    for number, row in zip(numbers, rows, strict=True):
+        first_hash[number] = min(row.prompt_hash, first_hash.get(number, row.prompt_hash))
+    ordered = sorted(first_hash, key=first_hash.__getitem__)
+    held_out = set(ordered[: max(1, round(len(ordered) * share))])
+    if len(held_out) == len(ordered):
+        raise ValueError(
+            f"A policy needs prompts to train on and others to validate on, got {len(ordered)} in all. Sweep more."
+        )
+    return (
+        [row for number, row in zip(numbers, rows, strict=True) if number not in held_out],
+        [row for number, row in zip(numbers, rows, strict=True) if number in held_out],
+    )
+
+
+def values(
+    rows: Sequence[SweepRow], block_sizes: Sequence[int], rule: str, costs: CostTable | None = None
+) -> torch.Tensor:
+    """
+    What each size is worth to each row, `(num_rows, num_block_sizes)`: the acceptance length, or for the rule
+    `"seconds"` the speedup over plain decoding under the cost table.
+    """
+    taus = [[row.acceptance_length(size) for size in block_sizes] for row in rows]
+    if rule == "tau":
+        return torch.tensor(taus)
+    assert costs is not None, "the rule by seconds has its cost table"
+    gain = [costs.speedup(size, 1.0) for size in block_sizes]
+    return torch.tensor(taus) * torch.tensor(gain)
+
+
+def policy_inputs(rows: Sequence[SweepRow], features: str) -> torch.Tensor:
+    """
+    What a head of that kind reads, `(num_rows, num_features)`, float32.
+
+    Raises:
+        `ValueError`: for `"logits"` where the sweep did not keep them.
+    """
+    if features == "compact":
+        return torch.tensor([row.features for row in rows])
+    missing = next((row.id for row in rows if row.logits is None), None)
+    if missing is not None:
+        raise ValueError(
+            f"`features='logits'` needs the target's logits, and the sweep has none (text {missing!r}). Sweep again "
+            "with `--keep-logits`, or use features 'compact'."
+        )
+    return policy_features(torch.stack([torch.as_tensor(row.logits) for row in rows]).float(), kind="logits")
+
+
+@torch.no_grad()
+def policy_choices(policy: BlockPilotPolicy, rows: Sequence[SweepRow]) -> list[int]:
+    """The block size that the policy picks for each row, the smallest among equal scores, as in decoding."""
+    scores = policy(policy_inputs(rows, policy.config.features)).scores.float()
+    return [policy.config.block_sizes[i] for i in best_choice(scores).tolist()]
 
 
 def train_policy(
-    train: Sequence[PolicyExample],
-    validation: Sequence[PolicyExample],
-    costs: CostTable,
+    train: Sequence[SweepRow],
+    validation: Sequence[SweepRow],
     block_sizes: Sequence[int],
     config: PolicyTrainingConfig,
+    costs: CostTable | None = None,
 ) -> tuple[BlockPilotPolicy, list[dict[str, float]]]:
     """
-    Train a head of kind `"choice"` on `compact` features.
+    Train a head of kind `"choice"`.
 
     Args:
-        train (`Sequence[PolicyExample]`): Prompts to learn from.
-        validation (`Sequence[PolicyExample]`): Other prompts, to know when to stop.
+        train (`Sequence[SweepRow]`): Texts to learn from.
+        validation (`Sequence[SweepRow]`): Texts of other prompts, to know when to stop.
+        block_sizes (`Sequence[int]`): Candidates, increasing.
+        costs ([`CostTable`], *optional*): Needed for the rule `"seconds"`.
 
     Returns:
-        `tuple(BlockPilotPolicy, list[dict])`: the policy of the best epoch in eval mode, and the log by epoch.
+        `tuple(BlockPilotPolicy, list[dict])`: the policy of the best epoch in eval mode, and the log by epoch: the mean
+        worth of its choices on either side, in the unit of the rule.
 
     Raises:
-        `ValueError`: if a side is empty, or a prompt is on both.
+        `ValueError`: if a side is empty, a prompt is on both, or logits are needed and not there.
     """
     if not train or not validation:
-        raise ValueError(f"Both sides need prompts, got {len(train)} to train on and {len(validation)} to validate on.")
-    shared = {e.prompt_hash for e in train} & {e.prompt_hash for e in validation}
+        raise ValueError(f"Both sides need texts, got {len(train)} to train on and {len(validation)} to validate on.")
+    shared = {row.prompt_hash for row in train} & {row.prompt_hash for row in validation}
     if shared:
         raise ValueError(
             f"{len(shared)} prompts are on both sides. A prompt may be trained on or validated on, not both."
         )
-    features = torch.tensor([e.features for e in train])
-    mean, std = features.mean(0), features.std(0, unbiased=False)
-    varies = std > 1e-6
-    scale = torch.where(varies, 1 / std.clamp_min(1e-6), 0.0)
-    inputs = (features - mean) * scale
-    value, held_out_value = speeds(train, block_sizes, costs), speeds(validation, block_sizes, costs)
-    held_out = (torch.tensor([e.features for e in validation]) - mean) * scale
+    raw = policy_inputs(train, config.features)
+    mean, std = raw.mean(0), raw.std(0, unbiased=False)
+    scale = torch.where(std > 1e-6, 1 / std.clamp_min(1e-6), 0.0)
+    inputs, held_out = (raw - mean) * scale, (policy_inputs(validation, config.features) - mean) * scale
+    worth, held_out_worth = (values(side, block_sizes, config.rule, costs) for side in (train, validation))
+    weights = label_weights(worth) if config.class_weights else None
 
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(config.seed)
         policy = BlockPilotPolicy(
             BlockPilotConfig(
                 block_sizes=list(block_sizes),
-                features="compact",
+                features=config.features,
+                vocab_size=raw.shape[1] if config.features == "logits" else None,
                 hidden_size=config.hidden_size,
                 dropout=config.dropout,
             )
         ).float()
         optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-        best, best_state, log = -math.inf, {}, []
+        best, best_epoch, best_state, log = -math.inf, 0, {}, []
         for epoch in range(config.epochs):
             policy.train()
             for batch in torch.randperm(len(inputs)).split(config.batch_size):
-                loss = _loss(policy(inputs[batch]).scores, value[batch], config.objective)
+                loss = _loss(policy(inputs[batch]).scores, worth[batch], config.objective, weights)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
             policy.eval()
             with torch.no_grad():
-                speed = _speed_of_choice(policy(held_out).scores, held_out_value)
-                log.append(
-                    {
-                        "epoch": epoch + 1,
-                        "train_speedup": _speed_of_choice(policy(inputs).scores, value),
-                        "validation_speedup": speed,
-                    }
-                )
-            if speed > best + 1e-6:
-                best, best_epoch = speed, epoch
+                found = _worth_of_choice(policy(held_out).scores, held_out_worth)
+                on_train = _worth_of_choice(policy(inputs).scores, worth)
+            log.append({"epoch": epoch + 1, "train": on_train, "validation": found})
+            if found > best:
+                best, best_epoch = found, epoch
                 best_state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
             elif epoch - best_epoch >= config.patience:
                 break
@@ -146,20 +239,32 @@ def train_policy(
     return policy.eval(), log
 
 
-def _loss(scores: torch.Tensor, value: torch.Tensor, objective: str) -> torch.Tensor:
+def best_epoch(log: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The entry that the policy is of: the first of the best ones."""
+    return max(log, key=lambda entry: entry["validation"])
+
+
+def label_weights(worth: torch.Tensor) -> torch.Tensor:
+    """Weight of every label, `(num_block_sizes,)`: inverse to how often it is the best, 1 on average over the rows."""
+    counts = best_choice(worth).bincount(minlength=worth.shape[1]).float()
+    present = (counts > 0).sum()
+    return torch.where(counts > 0, counts.sum() / (present * counts.clamp_min(1)), 0.0)
+
+
+def best_choice(worth: torch.Tensor) -> torch.Tensor:
+    """Index of the best size per row, the smallest of equals; `worth` is `(num_rows, num_block_sizes)`."""
+    return (worth >= worth.max(-1, keepdim=True).values).long().argmax(-1)
+
+
+def _loss(scores: torch.Tensor, worth: torch.Tensor, objective: str, weights: torch.Tensor | None) -> torch.Tensor:
     if objective == "label":
-        return F.cross_entropy(scores, best_choice(value))
+        return F.cross_entropy(scores, best_choice(worth), weight=weights)
     # What is lost against the best size, in expectation over the head's distribution.
-    return ((1 - value / value.max(-1, keepdim=True).values) * scores.softmax(-1)).sum(-1).mean()
+    return ((1 - worth / worth.max(-1, keepdim=True).values) * scores.softmax(-1)).sum(-1).mean()
 
 
-def best_choice(value: torch.Tensor) -> torch.Tensor:
-    """Index of the fastest size per prompt, the smallest of equals; `value` is `(num_examples, num_sizes)`."""
-    return (value >= value.max(-1, keepdim=True).values).long().argmax(-1)
-
-
-def _speed_of_choice(scores: torch.Tensor, value: torch.Tensor) -> float:
-    return value.gather(-1, scores.argmax(-1, keepdim=True)).mean().item()
+def _worth_of_choice(scores: torch.Tensor, worth: torch.Tensor) -> float:
+    return worth.gather(-1, best_choice(scores)[:, None]).mean().item()
 
 
 @torch.no_grad()
@@ -171,48 +276,19 @@ def _fold_scaling(policy: BlockPilotPolicy, mean: torch.Tensor, scale: torch.Ten
     first.weight.copy_(weight)
 
 
-@torch.no_grad()
-def compare_rules(
-    policy: BlockPilotPolicy,
-    train: Sequence[PolicyExample],
-    examples: Sequence[PolicyExample],
-    costs: CostTable,
-) -> dict[str, dict[str, dict[str, float]]]:
-    """
-    Mean speedup over plain decoding on `examples` under the cost table, by category: every constant size, the constant
-    that was best on `train`, the policy, and the best size per prompt.
-
-    Returns:
-        `dict`: category (and `"all"`) to rule to `speedup`, with `num_prompts` under the rule `"prompts"`.
-    """
-    sizes = policy.config.block_sizes
-    value = speeds(examples, sizes, costs)
-    best_constant = int(speeds(train, sizes, costs).mean(0).argmax())
-    chosen = policy(torch.tensor([e.features for e in examples])).scores.argmax(-1)
-    rules = {f"constant {size}": value[:, i] for i, size in enumerate(sizes)}
-    rules[f"best constant ({sizes[best_constant]})"] = value[:, best_constant]
-    rules["policy"] = value.gather(-1, chosen[:, None])[:, 0]
-    rules["best per prompt"] = value.max(-1).values
-    groups: dict[str, list[int]] = defaultdict(list)
-    for i, example in enumerate(examples):
-        groups[example.category].append(i)
-        groups["all"].append(i)
-    return {
-        name: {
-            "prompts": {"num_prompts": len(members)},
-            **{rule: {"speedup": values[members].mean().item()} for rule, values in rules.items()},
-            "policy's choices": {str(size): int((chosen[members] == i).sum()) for i, size in enumerate(sizes)},
-        }
-        for name, members in sorted(groups.items())
-    }
-
-
 __all__ = [
     "OBJECTIVES",
-    "PolicyExample",
+    "RULES",
     "PolicyTrainingConfig",
     "best_choice",
-    "compare_rules",
-    "speeds",
+    "best_epoch",
+    "label_weights",
+    "policy_choices",
+    "policy_inputs",
+    "prompt_numbers",
+    "split_rows",
     "train_policy",
+    "values",
+    "window",
+    "with_steps",
 ]

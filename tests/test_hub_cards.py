@@ -1,6 +1,7 @@
 """The folders of `hub_cards/`: cards say what the records say, weights are those of the records, and the pair loads."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,50 +10,109 @@ from huggingface_hub import ModelCard
 from transformers import AutoModel
 
 from blockpilot_hf import BlockPilot
-from blockpilot_hf.cards import drafter_card, policy_card
-from blockpilot_hf.embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_POLICY_NAME
+from blockpilot_hf.cards import card_of_policy, drafter_card, policy_card, write_cards
+from blockpilot_hf.embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDED_POLICY_NAME
 from blockpilot_hf.loading import policy_of_drafter
 from blockpilot_hf.target_states import weights_fingerprint
 
 HUB_CARDS = Path(__file__).resolve().parent.parent / "hub_cards"
-DRAFTER, POLICY = HUB_CARDS / EMBEDDED_DRAFTER_NAME, HUB_CARDS / EMBEDDED_POLICY_NAME
+DRAFTER = HUB_CARDS / EMBEDDED_DRAFTER_NAME
+POLICIES = [HUB_CARDS / name for name in (EMBEDDED_POLICY_NAME, EMBEDDED_PAPER_POLICY_NAME)]
+
+of_every_policy = pytest.mark.parametrize("folder", POLICIES, ids=["seconds", "tau"])
 
 
 def read(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("folder", "record", "render"),
-    [(DRAFTER, "validation.json", drafter_card), (POLICY, "evaluation.json", policy_card)],
-    ids=["drafter", "policy"],
-)
-def test_cards_are_rendered_from_the_records_beside_them(folder, record, render):
+def judged(record, folder):
+    """What the record says of the policy in `folder`, on all prompts, by temperature."""
+    for result in record["results"]:
+        for comparison in result["comparisons"]:
+            if folder.name in comparison["policies"]:
+                yield comparison["groups"]["all"]
+
+
+def test_the_drafters_card_is_rendered_from_the_record_beside_it():
     """After new weights or records: `python -m blockpilot_hf.cards`."""
-    assert (folder / "README.md").read_text(encoding="utf-8") == render(read(folder / record))
+    assert (DRAFTER / "README.md").read_text(encoding="utf-8") == drafter_card(read(DRAFTER / "validation.json"))
+
+
+@of_every_policy
+def test_a_policys_card_is_rendered_from_the_records_beside_it(folder):
+    assert (folder / "README.md").read_text(encoding="utf-8") == card_of_policy(folder)
+
+
+@pytest.mark.parametrize("folder", [DRAFTER, *POLICIES], ids=["drafter", "seconds", "tau"])
+def test_front_matter_says_what_the_hub_needs(folder):
     card = ModelCard.load(folder / "README.md")
     assert card.data.license == "apache-2.0"
     assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert "custom_generate" in card.data.tags
 
 
-def test_figures_of_a_card_follow_its_record():
+def test_figures_of_the_drafters_card_follow_its_record():
     record = read(DRAFTER / "validation.json")
     record["acceptance_length"]["math"]["acceptance_length"] = 7.891
-    assert "| math | 20 | 7.89 |" in drafter_card(record)
-    record = read(POLICY / "evaluation.json")
-    record["results"]["test"]["all"]["policy"]["speedup"] = 7.891
-    assert "7.891" in policy_card(record)
+    assert f"| math | {record['acceptance_length']['math']['num_prompts']} | 7.89 |" in drafter_card(record)
 
 
-def test_records_speak_of_the_weights_beside_them():
-    drafter = AutoModel.from_pretrained(DRAFTER)
-    policy = AutoModel.from_pretrained(POLICY)
-    drafted, chosen = read(DRAFTER / "validation.json")["meta_info"], read(POLICY / "evaluation.json")["meta_info"]
-    assert weights_fingerprint(drafter) == drafted["drafter_fingerprint"] == chosen["drafter"]
-    assert weights_fingerprint(policy) == chosen["policy"]
-    assert drafter.config.target_fingerprint == drafted["target_fingerprint"] == chosen["target"]
-    assert policy.config.drafter_fingerprint == chosen["drafter"]
+@of_every_policy
+def test_figures_of_a_policys_card_follow_its_record(folder):
+    record = read(folder / "evaluation.json")
+    for group in judged(record, folder):
+        group["rules"][f"policy {folder.name}"]["tau"] = {"estimate": 7.891, "low": 6.543, "high": 8.765}
+    assert "| policy | 7.89 [6.54 8.77] |" in policy_card(record, folder.name)
+
+
+def test_cards_of_the_folders_that_are_there_are_written(tmp_path):
+    """Also where only one of the policies is."""
+    for folder in (DRAFTER, POLICIES[0]):
+        shutil.copytree(folder, tmp_path / folder.name)
+        (tmp_path / folder.name / "README.md").unlink()
+    write_cards(tmp_path)
+    for folder in (DRAFTER, POLICIES[0]):
+        assert (tmp_path / folder.name / "README.md").read_bytes() == (folder / "README.md").read_bytes()
+
+
+@of_every_policy
+def test_records_speak_of_the_weights_beside_them(folder):
+    policy, record = AutoModel.from_pretrained(folder), read(folder / "evaluation.json")
+    described, sweep = record["meta_info"]["policies"][folder.name], record["meta_info"]["sweep"]
+    assert weights_fingerprint(policy) == described["fingerprint"]
+    assert read(folder / "training.json")["meta_info"]["policy_fingerprint"] == described["fingerprint"]
+    drafter, drafted = AutoModel.from_pretrained(DRAFTER), read(DRAFTER / "validation.json")["meta_info"]
+    assert weights_fingerprint(drafter) == drafted["drafter_fingerprint"] == sweep["drafter_fingerprint"]
+    assert drafter.config.target_fingerprint == drafted["target_fingerprint"] == sweep["target_fingerprint"]
+    assert policy.config.drafter_fingerprint == sweep["drafter_fingerprint"]
+    assert policy.config.block_sizes == described["block_sizes"]
+
+
+@of_every_policy
+def test_no_prompt_of_an_evaluation_was_trained_on(folder):
+    record = read(folder / "evaluation.json")
+    assert all(entry["is_checked"] for entry in record["overlap"]["lists"].values())
+    assert any(name.startswith("drafter ") for name in record["overlap"]["lists"])
+    assert all(group["num_prompts"] >= 20 for group in judged(record, folder))
+    for name in ("policy", "drafter"):
+        beside = folder if name == "policy" else DRAFTER
+        assert read(beside / "training_prompts.json")["prompt_hashes"]
+
+
+@of_every_policy
+def test_means_of_a_policy_follow_from_its_prompts(folder):
+    record = read(folder / "evaluation.json")
+    for result, group in zip(record["results"], judged(record, folder), strict=True):
+        taus = {}
+        for entry in record["per_prompt"]:
+            if entry["temperature"] == result["temperature"]:
+                tau = entry["acceptance_length"][str(entry["chosen"][folder.name])]
+                taus.setdefault(entry["prompt_id"], []).append(tau)
+        mean = sum(sum(of_texts) / len(of_texts) for of_texts in taus.values()) / len(taus)
+        # Prompts that are one under two ids count once there.
+        assert group["rules"][f"policy {folder.name}"]["tau"]["estimate"] == pytest.approx(mean, rel=0.01)
+        assert group["num_prompts"] == result["num_prompts"] <= len(taus)
 
 
 def test_the_pilot_without_arguments_is_this_pair():
@@ -60,7 +120,7 @@ def test_the_pilot_without_arguments_is_this_pair():
     assert Path(pilot.drafter.name_or_path) == DRAFTER
     assert torch.equal(pilot.drafter.fc.weight.bfloat16(), AutoModel.from_pretrained(DRAFTER).fc.weight)
     policy = policy_of_drafter(pilot.drafter)
-    assert policy.config.block_sizes == read(POLICY / "evaluation.json")["meta_info"]["block_sizes"]
+    assert Path(policy.name_or_path).resolve() == POLICIES[0]
     assert sum(path.stat().st_size for path in HUB_CARDS.rglob("*.safetensors")) <= 30e6
 
 

@@ -1,61 +1,83 @@
-"""The policy learns which block size is fastest, from features that tell, and is compared with constants honestly."""
-
-import random
+"""The policy learns which block size is best, from features that tell; prompts are on one side of a split only."""
 
 import pytest
 import torch
+from sweeps import COSTS, KINDS, SIZES, TRAINING_SIZE, hash_of, make_row, make_rows
 
-from blockpilot_hf.configuration_blockpilot import NUM_COMPACT_FEATURES
-from blockpilot_hf.costs import CostTable
+from blockpilot_hf.features import policy_features
 from blockpilot_hf.policy_training import (
-    PolicyExample,
     PolicyTrainingConfig,
     best_choice,
-    compare_rules,
-    speeds,
+    best_epoch,
+    label_weights,
+    policy_choices,
+    prompt_numbers,
+    split_rows,
     train_policy,
+    values,
+    window,
+    with_steps,
 )
 
-SIZES = [1, 4, 8]
-COSTS = CostTable(verify_s={1: 1.0, 4: 1.2, 8: 1.6}, draft_s={4: 0.3, 8: 0.4}, context_length=8)
-# Fastest at 1 (1.0 against 0.8 and 0.6), at 4 (1.4 against 1.2) and at 8 (2.5 against 2.0).
-KINDS = [{1: 1.0, 4: 1.2, 8: 1.2}, {1: 1.0, 4: 2.1, 8: 2.4}, {1: 1.0, 4: 3.0, 8: 5.0}]
-
-
-def examples(number: int, seed: int, tells: bool = True) -> list[PolicyExample]:
-    draw = random.Random(seed)
-    made = []
-    for i in range(number):
-        kind = draw.randrange(3)
-        features = [draw.gauss(0, 1) for _ in range(NUM_COMPACT_FEATURES)]
-        features[3] = -30 + 2.0 * kind if tells else features[3]
-        features[-3:] = [0.0, 0.0, 1.0]  # greedy: the settings never vary
-        made.append(PolicyExample(f"{seed}-{i}", f"kind {kind}", f"{seed}-{i}", tuple(features), KINDS[kind]))
-    return made
+CANDIDATES = [1, 4, 6]
 
 
 @pytest.fixture(scope="module")
 def sides():
-    return examples(300, 0), examples(80, 1), examples(80, 2)
+    return make_rows(240, 0), make_rows(80, 1), make_rows(80, 2)
 
 
-@pytest.mark.parametrize("objective", ["speed", "label"])
-def test_a_policy_learns_what_the_features_tell(sides, objective):
+def worth_of(policy, rows, sizes, rule="seconds"):
+    """Mean worth of the policy's choices, of the best constant and of the best per prompt."""
+    worth = values(rows, sizes, rule, COSTS)
+    picked = torch.tensor([sizes.index(size) for size in policy_choices(policy, rows)])
+    return (
+        worth.gather(1, picked[:, None]).mean().item(),
+        worth.mean(0).max().item(),
+        worth.max(1).values.mean().item(),
+    )
+
+
+@pytest.mark.parametrize(("objective", "rule"), [("speed", "seconds"), ("label", "seconds"), ("label", "tau")])
+def test_a_policy_learns_what_the_features_tell(sides, objective, rule):
     train, validation, test = sides
-    policy, log = train_policy(train, validation, COSTS, SIZES, PolicyTrainingConfig(objective=objective, epochs=60))
-    rules = compare_rules(policy, train, test, COSTS)["all"]
-    best_constant = next(rules[rule]["speedup"] for rule in rules if rule.startswith("best constant"))
-    assert rules["policy"]["speedup"] > best_constant + 0.05
-    assert rules["policy"]["speedup"] <= rules["best per prompt"]["speedup"] + 1e-6
-    assert max(entry["validation_speedup"] for entry in log) > log[0]["validation_speedup"]
+    config = PolicyTrainingConfig(objective=objective, rule=rule, epochs=60)
+    policy, log = train_policy(train, validation, CANDIDATES, config, COSTS)
+    own, constant, best = worth_of(policy, test, CANDIDATES, rule)
+    assert constant + 0.05 < own <= best + 1e-6
+    assert best_epoch(log)["validation"] >= log[0]["validation"]
 
 
 def test_without_anything_to_learn_from_the_policy_is_no_better_than_the_best_constant():
-    train, validation, test = (examples(n, seed, tells=False) for n, seed in ((300, 3), (80, 4), (200, 5)))
-    policy, _ = train_policy(train, validation, COSTS, SIZES, PolicyTrainingConfig(epochs=30))
-    rules = compare_rules(policy, train, test, COSTS)["all"]
-    best_constant = next(rules[rule]["speedup"] for rule in rules if rule.startswith("best constant"))
-    assert rules["policy"]["speedup"] < best_constant + 0.05
+    train, validation, test = (make_rows(n, seed, tells=False) for n, seed in ((240, 3), (80, 4), (200, 5)))
+    policy, _ = train_policy(train, validation, CANDIDATES, PolicyTrainingConfig(epochs=30), COSTS)
+    own, constant, _ = worth_of(policy, test, CANDIDATES)
+    assert own < constant + 0.1
+
+
+def test_a_head_over_the_vocabulary_learns_too():
+    train, validation, test = (make_rows(n, seed, with_logits=True) for n, seed in ((240, 0), (80, 1), (80, 2)))
+    config = PolicyTrainingConfig(features="logits", epochs=60)
+    policy, _ = train_policy(train, validation, CANDIDATES, config, COSTS)
+    assert (policy.config.features, policy.config.vocab_size) == ("logits", 9)
+    own, constant, _ = worth_of(policy, test, CANDIDATES)
+    assert own > constant + 0.05
+    # As in decoding, from the logits alone.
+    assert policy.choose(torch.tensor(test[0].logits)).block_size == policy_choices(policy, test[:1])[0]
+    with pytest.raises(ValueError, match="--keep-logits"):
+        train_policy(make_rows(9, 0), make_rows(9, 1), CANDIDATES, config, COSTS)
+
+
+def test_choices_are_those_that_decoding_would_take(sides):
+    train, validation, test = sides
+    policy, _ = train_policy(train, validation, CANDIDATES, PolicyTrainingConfig(epochs=20), COSTS)
+    logits = torch.randn(4, 200) * 3
+    rows = [
+        make_row(f"r{i}", {}, features=tuple(policy_features(logits[i : i + 1], kind="compact")[0].tolist()))
+        for i in range(4)
+    ]
+    assert policy_choices(policy, rows) == [policy.choose(logits[i]).block_size for i in range(4)]
+    assert len(set(policy_choices(policy, test))) == 3
 
 
 def test_the_same_seed_gives_the_same_policy_and_the_global_random_state_stays(sides):
@@ -64,15 +86,17 @@ def test_the_same_seed_gives_the_same_policy_and_the_global_random_state_stays(s
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    one, _ = train_policy(train, validation, COSTS, SIZES, config)
+    one, _ = train_policy(train, validation, CANDIDATES, config, COSTS)
     assert torch.equal(torch.rand(3), expected)
-    two, _ = train_policy(train, validation, COSTS, SIZES, config)
+    two, _ = train_policy(train, validation, CANDIDATES, config, COSTS)
+    other, _ = train_policy(train, validation, CANDIDATES, PolicyTrainingConfig(epochs=3, seed=1), COSTS)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.fc_out.weight, other.fc_out.weight)
 
 
 def test_raw_features_go_in_and_settings_that_never_varied_have_no_say(sides):
     train, validation, _ = sides
-    policy, _ = train_policy(train, validation, COSTS, SIZES, PolicyTrainingConfig(epochs=5))
+    policy, _ = train_policy(train, validation, CANDIDATES, PolicyTrainingConfig(epochs=5), COSTS)
     features = torch.tensor([train[0].features])
     sampled = features.clone()
     sampled[:, -3:] = torch.tensor([1.0, 0.5, 0.9])
@@ -80,31 +104,93 @@ def test_raw_features_go_in_and_settings_that_never_varied_have_no_say(sides):
     assert policy(features).scores.abs().max() < 100  # far from the mean of -29 that was taken off
 
 
-def test_a_prompt_on_both_sides_is_refused(sides):
+def test_training_stops_when_the_validation_has_not_got_better_for_a_while(sides):
     train, validation, _ = sides
-    with pytest.raises(ValueError, match="both sides"):
-        train_policy(train, [*validation, train[0]], COSTS, SIZES, PolicyTrainingConfig(epochs=1))
-    with pytest.raises(ValueError, match="Both sides need prompts"):
-        train_policy(train, [], COSTS, SIZES, PolicyTrainingConfig(epochs=1))
+    _, log = train_policy(train, validation, CANDIDATES, PolicyTrainingConfig(epochs=100, patience=3), COSTS)
+    assert len(log) == best_epoch(log)["epoch"] + 3 < 100
 
 
-def test_speeds_are_the_tables_and_the_smallest_of_equals_is_the_label(sides):
-    value = speeds(sides[0][:1], SIZES, COSTS)
-    taus = sides[0][0].acceptance_length
-    assert value[0].tolist() == pytest.approx([1.0, taus[4] / 1.5, taus[8] / 2.0])
+def test_the_papers_label_is_the_largest_tau_and_the_smallest_size_on_ties():
+    rows = [make_row(f"kind {i}", kind) for i, kind in enumerate(KINDS)]
+    sizes = window(TRAINING_SIZE)
+    assert sizes == [2, 3, 4, 5, 6]
+    assert [sizes[i] for i in best_choice(values(rows, sizes, "tau")).tolist()] == [2, 4, 6]
+    assert window(8) == [6, 7, 8, 9, 10]
+    assert window(2) == [1, 2, 3, 4]
     assert best_choice(torch.tensor([[1.0, 2.0, 2.0], [3.0, 2.0, 3.0], [0.0, 1.0, 2.0]])).tolist() == [1, 0, 2]
 
 
-def test_groups_count_their_prompts_and_choices(sides):
-    train, validation, test = sides
-    policy, _ = train_policy(train, validation, COSTS, SIZES, PolicyTrainingConfig(epochs=2))
-    rules = compare_rules(policy, train, test, COSTS)
-    assert sum(rules[name]["prompts"]["num_prompts"] for name in rules if name != "all") == len(test)
-    assert sum(rules["all"]["policy's choices"].values()) == len(test)
-    assert rules["all"]["constant 1"]["speedup"] == pytest.approx(1.0)
+def test_worth_by_seconds_is_the_tables_speedup():
+    row = make_row("a", KINDS[2])
+    worth = values([row], SIZES, "seconds", COSTS)[0].tolist()
+    assert worth == pytest.approx([COSTS.speedup(size, row.acceptance_length(size)) for size in SIZES])
+    assert worth[0] == 1.0
 
 
-@pytest.mark.parametrize("wrong", [{"objective": "tau"}, {"hidden_size": 0}, {"epochs": 1.5}])
+def test_class_weights_are_inverse_to_how_often_a_label_is_the_best():
+    worth = torch.tensor([[2.0, 1.0, 1.0]] * 6 + [[1.0, 1.0, 2.0]] * 2)
+    weights = label_weights(worth)
+    assert weights.tolist() == pytest.approx([8 / 12, 0.0, 8 / 4])
+    labels = best_choice(worth)
+    assert weights[labels].sum().item() == pytest.approx(len(worth))
+
+
+def test_class_weights_make_the_head_name_rare_labels():
+    draw = make_rows(300, 7, tells=False)
+    rare = [row for i, row in enumerate(draw) if row.num_accepted[6][0] == 5 or i % 12 == 0]
+    train, validation = split_rows(rare, 0.2)
+    counts = {}
+    for is_on in (False, True):
+        config = PolicyTrainingConfig(class_weights=is_on, epochs=8, seed=1, dropout=0.0)
+        policy, _ = train_policy(train, validation, CANDIDATES, config, COSTS)
+        with torch.no_grad():
+            mass = policy(torch.tensor([row.features for row in train])).scores.softmax(-1).mean(0)
+        counts[is_on] = (mass[0] + mass[1]).item()
+    assert counts[True] > counts[False]
+
+
+def test_all_texts_of_a_prompt_are_on_one_side_whatever_the_order():
+    rows = make_rows(50, 0, temperatures=(0.0, 0.7, 1.0))
+    # The second turn of a conversation, and a prompt that stands there under two names.
+    rows.append(make_row("turn two", {}, prompt_id="0-3", prompt_hash=hash_of("turn two")))
+    rows.append(make_row("twin", {}, prompt_id="twin", prompt_hash=hash_of("0-5")))
+    train, validation = split_rows(rows, 0.2)
+    assert len({row.prompt_id for row in validation} - {"twin"}) == 10
+    for key in (lambda row: row.prompt_id, lambda row: row.prompt_hash):
+        assert not {key(row) for row in train} & {key(row) for row in validation}
+    assert {row.id for row in split_rows(rows[::-1], 0.2)[1]} == {row.id for row in validation}
+    with pytest.raises(ValueError, match="others to validate on, got 1 in all"):
+        split_rows(rows[:3], 0.2)
+    assert [len(side) for side in split_rows(rows[:6], 0.2)] == [3, 3]
+
+
+def test_prompt_numbers_join_hashes_and_conversations():
+    def row(prompt_id, name):
+        return make_row("x", {}, prompt_hash=name, prompt_id=prompt_id)
+
+    rows = [row("a", "1"), row("b", "2"), row("a", "3"), row("c", "2"), row("d", "4")]
+    assert prompt_numbers(rows) == [0, 1, 0, 1, 2]
+
+
+def test_a_prompt_on_both_sides_is_refused(sides):
+    train, validation, _ = sides
+    with pytest.raises(ValueError, match="both sides"):
+        train_policy(train, [*validation, train[0]], CANDIDATES, PolicyTrainingConfig(epochs=1), COSTS)
+    with pytest.raises(ValueError, match="Both sides need texts"):
+        train_policy(train, [], CANDIDATES, PolicyTrainingConfig(epochs=1), COSTS)
+
+
+def test_answers_without_a_step_are_left_out():
+    rows = [make_row("one token", {}, num_new_tokens=1), make_row("two", {}, num_new_tokens=2)]
+    assert [row.id for row in with_steps(rows)] == ["two"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"objective": "tau"}, {"rule": "speed"}, {"features": "all"}, {"hidden_size": 0}, {"epochs": 1.5}]
+)
 def test_settings_that_cannot_work_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         PolicyTrainingConfig(**wrong)
+    with pytest.raises(ValueError, match="class_weights"):
+        PolicyTrainingConfig(class_weights=True, objective="speed")
+    PolicyTrainingConfig(class_weights=True, objective="label")

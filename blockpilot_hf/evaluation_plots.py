@@ -1,0 +1,155 @@
+"""Two pictures of an evaluation: acceptance length against block size, and the sizes that policies chose, by group."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .evaluation import ALL
+from .units import require_extra
+
+TAU_PLOT = "tau_by_block_size.png"
+CHOICES_PLOT = "chosen_sizes.png"
+
+# Okabe and Ito's, told apart by all kinds of colour vision; markers differ too.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F")
+_MARKERS = "osD^vPX"
+
+
+def draw_tau(results: Sequence[Mapping[str, Any]], training_block_size: int, path: Path) -> None:
+    """
+    Acceptance length against block size, a line per group and a panel per temperature, as a PNG picture.
+
+    Args:
+        results (`Sequence[Mapping]`): As [`evaluate`] gives them.
+        training_block_size (`int`): Marked: what the drafter was trained for.
+        path (`Path`): The picture; it appears whole.
+
+    Raises:
+        `ImportError`: if matplotlib is not installed.
+    """
+    figure = _figure(5.4 * len(results) + 2, 4.4)
+    panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
+    # One colour per group in all panels, whichever of them it is in.
+    groups = list(dict.fromkeys(name for result in results for name in result["tau_by_block_size"] if name != ALL))
+    for axes, result in zip(panels, results, strict=True):
+        counts = result["comparisons"][0]["groups"]
+        for name, by_size in result["tau_by_block_size"].items():
+            sizes = [int(size) for size in by_size]
+            taus = [entry["estimate"] for entry in by_size.values()]
+            i = groups.index(name) if name != ALL else -1
+            style: dict[str, Any] = {"color": "black", "linewidth": 2.4, "zorder": 3}
+            if name != ALL:
+                style = {"color": _COLOURS[i % len(_COLOURS)], "marker": _MARKERS[i % len(_MARKERS)], "markersize": 5}
+                style["linestyle"] = "-" if counts[name]["is_enough"] else ":"
+            axes.plot(sizes, taus, label=f"{name} ({counts[name]['num_prompts']})", **style)
+            ends = [[entry[end] for entry in by_size.values()] for end in ("low", "high")]
+            if name == ALL and None not in (*ends[0], *ends[1]):
+                axes.fill_between(sizes, *ends, color="black", alpha=0.15, linewidth=0)
+        axes.axvline(training_block_size, color="black", linewidth=0.8, linestyle="--")
+        axes.annotate(
+            " trained for", (training_block_size, 0.02), xycoords=("data", "axes fraction"), fontsize=8, va="bottom"
+        )
+        axes.set_title(_panel_title(result))
+        axes.set_xlabel("block size (1 is plain decoding)")
+        axes.set_xticks([int(size) for size in result["tau_by_block_size"][ALL]])
+        axes.grid(alpha=0.3, linewidth=0.6)
+        # Beside the lines, in their order at the right edge.
+        handles, labels = axes.get_legend_handles_labels()
+        order = sorted(range(len(handles)), key=lambda at: -handles[at].get_ydata()[-1])
+        axes.legend(
+            [handles[at] for at in order],
+            [labels[at] for at in order],
+            title="group (prompts)",
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+            frameon=False,
+            fontsize=9,
+        )
+    panels[0].set_ylabel("acceptance length (tokens per step)")
+    for axes in panels[1:]:
+        axes.tick_params(labelleft=True)
+    figure.supxlabel("mean over prompts; band: 95 % interval of all; dotted: too few prompts for a claim", fontsize=8)
+    _write(figure, path)
+
+
+def draw_choices(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """
+    Chosen sizes as stacked bars by group, a row of panels per policy and a column per temperature, as a PNG picture.
+
+    Raises:
+        `ImportError`: if matplotlib is not installed.
+        `ValueError`: if nothing was chosen because no policy was judged.
+    """
+    policies = {name: i for i, one in enumerate(results[0]["comparisons"]) for name in one["policies"]}
+    if not policies:
+        raise ValueError("No policy was judged, so there are no chosen sizes to draw. Name one with `--policy`.")
+    require_extra("matplotlib")
+    from matplotlib import colormaps
+    from matplotlib.patches import Patch
+
+    compared = results[0]["comparisons"]
+    sizes = sorted({size for i in policies.values() for size in compared[i]["block_sizes"]})
+    # Sizes have an order, and so have these colours, in lightness too.
+    shades = colormaps["cividis"]([i / max(1, len(sizes) - 1) for i in range(len(sizes))])
+    num_groups = max(len(result["tau_by_block_size"]) for result in results)
+    figure = _figure(5.0 * len(results) + 1.6, (0.34 * num_groups + 1.1) * len(policies) + 0.4)
+    panels = figure.subplots(len(policies), len(results), squeeze=False, sharex=True)
+    for (policy, i), of_policy in zip(policies.items(), panels, strict=True):
+        for axes, result in zip(of_policy, results, strict=True):
+            groups = result["comparisons"][i]["groups"]
+            for place, group in enumerate(groups.values()):
+                left, total = 0.0, group["num_texts"]
+                for size, count in group["choices"][policy].items():
+                    at = sizes.index(int(size))
+                    share = 100 * count / total
+                    axes.barh(place, share, left=left, color=shades[at], edgecolor="white", linewidth=0.6)
+                    if share >= 7:
+                        # Dark colours carry light letters.
+                        ink = "white" if at < len(sizes) / 2 else "black"
+                        axes.text(left + share / 2, place, size, ha="center", va="center", fontsize=8, color=ink)
+                    left += share
+            names = [
+                f"{name} ({group['num_prompts']}){'' if group['is_enough'] else ' *'}" for name, group in groups.items()
+            ]
+            axes.set_yticks(range(len(groups)), names, fontsize=9)
+            axes.invert_yaxis()
+            axes.set_xlim(0, 100)
+            axes.set_title(f"{policy}\n{_panel_title(result)}", fontsize=9)
+    for axes in panels[-1]:
+        axes.set_xlabel("share of the texts, %")
+    is_small = any(not g["is_enough"] for r in results for g in r["comparisons"][0]["groups"].values())
+    if is_small:
+        figure.supxlabel("* too few prompts for a claim", fontsize=8)
+    figure.legend(
+        handles=[Patch(color=shade, label=str(size)) for size, shade in zip(sizes, shades, strict=True)],
+        title="block size",
+        loc="outside right center",
+        frameon=False,
+    )
+    _write(figure, path)
+
+
+def _panel_title(result: Mapping[str, Any]) -> str:
+    name = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
+    return f"{name}, {result['num_prompts']} prompts"
+
+
+def _figure(width: float, height: float) -> Any:
+    """Without pyplot there is no global state."""
+    require_extra("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _write(figure: Any, path: Path) -> None:
+    beside = path.with_name(f"{path.name}.new")
+    figure.savefig(beside, format="png", dpi=130)
+    os.replace(beside, path)
+
+
+__all__ = ["CHOICES_PLOT", "TAU_PLOT", "draw_choices", "draw_tau"]
