@@ -4,14 +4,24 @@ import logging
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from enum import Enum
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +29,8 @@ from .display import Piece, bracketed, without_controls
 
 # Narrower than this, a table's rows are told in lines.
 _TABLE_WIDTH = 72
+# In a pipe, which has no bar.
+_LINE_EVERY_S = 60.0
 
 
 class Marks(Enum):
@@ -189,6 +201,37 @@ def working(message: str) -> Iterator[None]:
     finally:
         if is_shown:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
+def units_bar(done: Any, name: str) -> Iterator[Any]:
+    """
+    The units one by one, under a bar on stderr, or with a line there now and then where that is no terminal. Rate and
+    time left are those since the start, without what was done before: a unit may take minutes.
+    """
+    started = told = time.monotonic()
+
+    def pace(completed: int) -> str:
+        made, seconds = completed - done.num_before, time.monotonic() - started
+        if made <= 0 or not seconds:
+            return "-:--:-- left"
+        left = timedelta(seconds=round((len(done) - completed) * seconds / made))
+        rate = 60 * made / seconds
+        return f"{rate:,.{0 if rate > 99 else 1}f} per minute, {left} left"
+
+    class Pace(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            return Text(pace(int(task.completed)))
+
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), Pace())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=len(done))
+        for number, unit in enumerate(done, 1):
+            progress.advance(task)
+            if not console.is_terminal and time.monotonic() - told > _LINE_EVERY_S:
+                told = time.monotonic()
+                console.print(f"{name}: {number:,} of {len(done):,}, {pace(number)}", soft_wrap=True)
+            yield unit
 
 
 def progress_bar(items: Sequence[Any], name: str) -> Iterator[Any]:

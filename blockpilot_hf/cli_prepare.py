@@ -1,21 +1,17 @@
 """`blockpilot prepare`: from prompts to the target's own answers, which drafters and policies are made from."""
 
+import json
 import os
 import time
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from .batch_answers import set_generation_values
 from .cli_common import Dtype, Limit, Seed, Target, check_names, load_target
-from .cli_console import Screen
+from .cli_console import Screen, units_bar
 from .display import counted
 from .prompts import Prompt, prompts_of_rows, read_prompts, spread_indices
 from .target_states import weights_fingerprint
@@ -60,6 +56,10 @@ def prepare(
         int, typer.Option(min=1, help="Turns of a prompt that are answered at most.")
     ] = _DEFAULTS.num_turns,
     system: Annotated[str | None, typer.Option(help="System message.", show_default="the chat template's own")] = None,
+    template_options: Annotated[
+        str | None,
+        typer.Option(help="What else the chat template takes, as JSON, such as '{\"enable_thinking\": false}'."),
+    ] = None,
     seed: Seed = _DEFAULTS.seed,
     limit: Limit = None,
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of the dataset.")] = None,
@@ -93,6 +93,7 @@ def prepare(
         seed=seed,
         num_turns=turns,
         system=system,
+        template_options=_template_options(template_options),
     )
     check_names(target, "untrained", None, dtype)
     check_output(output)
@@ -107,7 +108,9 @@ def prepare(
     model, tokenizer = load_target(target, dtype)
 
     room = max_prompt_tokens(model, max_new_tokens)
-    encoded = encode_prompts(tokenizer, prompts, max_prompt_tokens=room, system=system)
+    encoded = encode_prompts(
+        tokenizer, prompts, max_prompt_tokens=room, system=system, template_options=recipe.template_options
+    )
     units = cut_units(encoded.prompts, recipe)
     facts = {
         "target": str(model.config._name_or_path),
@@ -124,6 +127,7 @@ def prepare(
         "seed": seed,
         "turns": turns,
         "system": system,
+        "template_options": recipe.template_options,
         "num_prompts": len(encoded.prompts),
         "prompts_fingerprint": prompts_fingerprint(encoded.prompts),
     }
@@ -161,30 +165,6 @@ def prepare(
         screen.line(f"{made['tokens']:,} tokens in {seconds:.0f} s{here}: {made['tokens'] / seconds:.0f} per second")
 
 
-def units_bar(done: Any, name: str) -> Iterator[Any]:
-    """
-    The units one by one, under a bar on stderr where that is a terminal. Rate and time left are those since the start,
-    without what was done before: a unit may take minutes.
-    """
-
-    class Pace(ProgressColumn):
-        def render(self, task: Any) -> Text:
-            made, seconds = task.completed - done.num_before, task.elapsed or 0.0
-            if made <= 0 or not seconds:
-                return Text("-:--:-- left")
-            left = timedelta(seconds=round((task.total - task.completed) * seconds / made))
-            rate = 60 * made / seconds
-            return Text(f"{rate:,.{0 if rate > 99 else 1}f} per minute, {left} left")
-
-    console = Console(stderr=True)
-    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), Pace())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(name, total=len(done))
-        for unit in done:
-            progress.advance(task)
-            yield unit
-
-
 def _tell_what_is_left_out(screen: Screen, encoded: EncodedPrompts, num_empty: int, room: int | None) -> None:
     if num_empty:
         screen.line(f"note: {counted(num_empty, 'row')} without a prompt left out")
@@ -218,6 +198,22 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"`--temperatures` takes numbers separated by commas, such as 0,1, got {text!r}.") from None
+
+
+def _template_options(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError:
+        options = None
+    reserved = {"add_generation_prompt", "return_dict", "return_tensors", "tokenize"}
+    if not isinstance(options, dict) or reserved & set(options):
+        raise ValueError(
+            f"`--template-options` takes a JSON object of what the chat template knows, without {sorted(reserved)}, "
+            f"got {text!r}. For example '{{\"enable_thinking\": false}}'."
+        )
+    return options
 
 
 def _read_source(source: str, limit: int | None, category: str, options: dict[str, Any]) -> tuple[list[Prompt], int]:
@@ -279,4 +275,4 @@ def _load_rows(source: str, path: Path, options: dict[str, Any]) -> Any:
         ) from error
 
 
-__all__ = ["prepare", "units_bar"]
+__all__ = ["prepare"]

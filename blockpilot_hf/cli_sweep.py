@@ -27,7 +27,7 @@ from .cli_common import (
     progress_bar,
     sampling_settings,
 )
-from .cli_console import Screen, held_notes
+from .cli_console import Screen, held_notes, units_bar
 from .display import counted
 from .json_lines import append_line
 from .prompts import Prompt, encode_prompt, read_prompts
@@ -71,7 +71,7 @@ def sweep(
     under `accelerate launch` share the work."""
     check_names(target, drafter, None, dtype)
     require_extra("datasets")
-    sizes = parse_block_sizes(block_sizes)
+    sizes, is_main = parse_block_sizes(block_sizes), processes()[0] == 0
     chosen = [text for path in texts for text in read_texts(path)]
     chosen = spread(chosen, limit or len(chosen))
     model, _ = load_target(target, dtype, pack=pack)
@@ -86,9 +86,9 @@ def sweep(
             max_new_tokens=max_new_tokens,
             keep_logits=keep_logits,
             all_positions=all_positions,
-            progress=progress_bar,
+            progress=units_bar if is_main else None,
         )
-    if processes()[0] == 0:
+    if is_main:
         _show_sweep(Screen(), found, output)
 
 

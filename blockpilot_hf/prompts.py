@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,11 @@ def _parse(line: str, where: str, number: int) -> Prompt:
 
 
 def encode_prompt(
-    tokenizer: Any, text: str, system: str | None = None, history: Sequence[tuple[str, str]] = ()
+    tokenizer: Any,
+    text: str,
+    system: str | None = None,
+    history: Sequence[tuple[str, str]] = (),
+    template_options: Mapping[str, Any] | None = None,
 ) -> torch.LongTensor:
     """
     Ids of a user message `(1, length)`, in the tokenizer's chat template with the generation prompt where it has one;
@@ -155,6 +159,8 @@ def encode_prompt(
         text (`str`): The message.
         system (`str`, *optional*): System message; without it the template's own default holds.
         history (`Sequence[tuple[str, str]]`, *optional*): Earlier messages of the user, each with the answer to it.
+        template_options (`Mapping[str, Any]`, *optional*): What else the chat template takes, such as
+            `enable_thinking`.
 
     Raises:
         `ValueError`: for a prompt without tokens, and for messages that the chat template refuses.
@@ -168,7 +174,11 @@ def encode_prompt(
         messages.append({"role": "user", "content": text})
         try:
             ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"
+                messages,
+                add_generation_prompt=True,
+                return_dict=False,
+                return_tensors="pt",
+                **(template_options or {}),
             )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)

@@ -44,6 +44,7 @@ class TextsRecipe:
         seed (`int`): Every batch gets its own from it.
         num_turns (`int`): Turns of a prompt that are answered at most.
         system (`str`, *optional*): System message.
+        template_options (`dict`, *optional*): What else the chat template takes.
 
     Raises:
         `ValueError`: for values that are none.
@@ -56,6 +57,7 @@ class TextsRecipe:
     seed: int = 0
     num_turns: int = 2
     system: str | None = None
+    template_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_new_tokens", "batch_size", "num_turns"):
@@ -112,13 +114,19 @@ class EncodedPrompts:
 
 
 def encode_prompts(
-    tokenizer: Any, prompts: Sequence[Prompt], *, max_prompt_tokens: int | None, system: str | None = None
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    max_prompt_tokens: int | None,
+    system: str | None = None,
+    template_options: dict[str, Any] | None = None,
 ) -> EncodedPrompts:
     """
     Prompts that can be answered, in the order in which they are.
 
     Args:
         max_prompt_tokens (`int`, *optional*): Longer prompts are left out.
+        system, template_options (*optional*): See [`TextsRecipe`].
 
     Raises:
         `ValueError`: if none is left.
@@ -126,7 +134,7 @@ def encode_prompts(
     kept: dict[tuple[int, ...], EncodedPrompt] = {}
     too_long, repeated = [], []
     for prompt in prompts:
-        ids = tuple(encode_prompt(tokenizer, prompt.turns[0], system)[0].tolist())
+        ids = tuple(encode_prompt(tokenizer, prompt.turns[0], system, template_options=template_options)[0].tolist())
         if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
             too_long.append(prompt.id)
         elif ids in kept and kept[ids].prompt.turns == prompt.turns:
@@ -242,7 +250,9 @@ class TargetAnswers:
         for i, encoded in enumerate(unit.prompts):
             turns = encoded.prompt.turns
             if turn < len(turns) and len(histories[i]) == turn:
-                ids = encode_prompt(self.tokenizer, turns[turn], self.recipe.system, histories[i])[0].tolist()
+                ids = encode_prompt(
+                    self.tokenizer, turns[turn], self.recipe.system, histories[i], self.recipe.template_options
+                )[0].tolist()
                 if self.max_prompt_tokens is None or len(ids) <= self.max_prompt_tokens:
                     yield i, ids
 

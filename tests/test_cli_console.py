@@ -2,10 +2,12 @@
 
 import io
 import logging
+import re
 import sys
 
 import pytest
 
+from blockpilot_hf import cli_console
 from blockpilot_hf.cli_console import Marks, Screen, held_notes, progress_bar, working
 from blockpilot_hf.display import Piece
 
@@ -177,3 +179,42 @@ def test_a_sign_of_work_is_only_for_terminals_and_goes_away(monkeypatch, capsys)
 def test_a_progress_bar_yields_everything_and_is_silent_in_a_pipe(capsys):
     assert list(progress_bar([1, 2, 3], "prompts")) == [1, 2, 3]
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_bar_tells_rate_and_time_left_of_what_this_run_does(monkeypatch, capsys):
+    """Nine of twelve units were there at the start; the tenth took 30 seconds, so two more take a minute."""
+
+    class Done:
+        num_before = 9
+
+        def __len__(self):
+            return 12
+
+        def __iter__(self):
+            yield from range(12)
+
+    now = [0.0]
+    monkeypatch.setattr(cli_console.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    bar = cli_console.units_bar(Done(), "batches")
+    for _ in range(9):
+        next(bar)
+    now[0] = 30.0
+    next(bar)
+    bar.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert "batches" in shown and "10/12" in shown and "2.0 per minute, 0:01:00 left" in shown
+
+
+def test_without_a_terminal_long_units_are_told_in_lines(monkeypatch, capsys):
+    class Done(list):
+        num_before = 0
+
+    now = [0.0]
+    monkeypatch.setattr(cli_console.time, "monotonic", lambda: now[0])
+    for _ in cli_console.units_bar(Done([0, 1, 2, 3]), "batches"):
+        now[0] += 40.0
+    assert capsys.readouterr().err.splitlines() == [
+        "batches: 3 of 4, 2.2 per minute, 0:00:27 left",
+    ]

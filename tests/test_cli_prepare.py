@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import time
 
 import datasets
 import pytest
-import rich.console
 import torch
 from cli_models import byte_tokenizer
 from conftest import make_target
@@ -157,32 +155,6 @@ def test_an_output_folder_of_something_else_is_told_before_anything_is_loaded(ru
     (tmp_path / "a.jpg").touch()
     status, _, err = run(tmp_path)
     assert status == 2 and "holds other files, and is not the output of an earlier call" in err
-
-
-def test_the_bar_tells_rate_and_time_left_of_what_this_run_does(monkeypatch, capsys):
-    """Nine of twelve units were there at the start; the tenth took 30 seconds, so two more take a minute."""
-
-    class Done:
-        num_before = 9
-
-        def __len__(self):
-            return 12
-
-        def __iter__(self):
-            yield from range(12)
-
-    now = [0.0]
-    monkeypatch.setattr(rich.console, "monotonic", lambda: now[0])
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "120")
-    bar = cli_prepare.units_bar(Done(), "batches")
-    for _ in range(9):
-        next(bar)
-    now[0] = 30.0
-    next(bar)
-    bar.close()
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
-    assert "batches" in shown and "10/12" in shown and "2.0 per minute, 0:01:00 left" in shown
 
 
 # --- sources ---
@@ -335,3 +307,16 @@ def test_on_a_gpu_rows_end_where_they_end_alone(root, tmp_path, run):
         ids = torch.tensor([row["prompt_ids"]], device="cuda")
         plain = target.generate(ids, max_new_tokens=60, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
         assert row["answer_ids"] == plain
+
+
+@pytest.mark.parametrize("options", ["thinking", "[1]", '{"tokenize": true}'])
+def test_template_options_that_are_none_are_refused(run, tmp_path, options):
+    status, _, err = run(tmp_path / "out", "--template-options", options)
+    assert status == 2 and "`--template-options` takes a JSON object" in err
+
+
+def test_template_options_are_on_record(run, tmp_path):
+    status, _, _ = run(tmp_path / "out", "--template-options", '{"enable_thinking": false}')
+    assert status == 0
+    settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert settings["template_options"] == {"enable_thinking": False}

@@ -32,6 +32,7 @@ ORDER = [
     "parallel_drafting",
     "replay",
     "target_states",
+    "batch_answers",
     "target_texts",
     "sweep",
     "sweep_check",

@@ -163,3 +163,20 @@ def test_translation_prompts_are_many_and_different():
     assert [entry["id"] for entry in entries] == [f"translation-{i:03d}" for i in range(len(entries))]
     assert len(entries) >= 320 and len({entry["turns"][0] for entry in entries}) == len(entries)
     assert {entry["category"] for entry in entries} == {"translation"}
+
+
+def test_options_of_the_chat_template_reach_every_turn(tokenizer):
+    """As for templates that can be told not to think."""
+    template = tokenizer.chat_template
+    target = make_target("llama", vocab_size=len(tokenizer), max_position_embeddings=300)
+    tokenizer.chat_template = template + "{% if quiet %}quiet{% endif %}"
+    try:
+        recipe = TextsRecipe(max_new_tokens=5, template_options={"quiet": True})
+        found = encode_prompts(
+            tokenizer, [Prompt("a", ("one", "two"))], max_prompt_tokens=None, template_options=recipe.template_options
+        )
+        [unit] = cut_units(found.prompts, recipe)
+        rows = TargetAnswers(target, tokenizer, recipe, FACTS)(unit)
+        assert [tokenizer.decode(row["prompt_ids"]).endswith("quiet") for row in rows] == [True, True]
+    finally:
+        tokenizer.chat_template = template

@@ -15,8 +15,7 @@ import pytest
 from filelock import FileLock
 
 from blockpilot_hf import units as units_module
-from blockpilot_hf.cli_console import progress_bar
-from blockpilot_hf.cli_prepare import units_bar
+from blockpilot_hf.cli_console import progress_bar, units_bar
 from blockpilot_hf.units import check_finished, check_output, processes, read_settings, require_extra, run_units
 
 COLUMNS = {"id": "string", "ids": "int32[]", "runs": "int32[][]", "score": "float32", "is_odd": "bool"}
