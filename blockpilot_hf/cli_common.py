@@ -78,6 +78,9 @@ def check_names(target: str | None, drafter: str | None, policy: str | None, dty
         # What is written as a path has to be there. Anything else may be a Hub id.
         if name and name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
             raise ValueError(f"`{option}` names the folder {name}, which does not exist.")
+        kind = option.removeprefix("--")
+        if name and not Path(name, "config.json").is_file() and Path(name, kind, "config.json").is_file():
+            raise ValueError(f"`{option} {name}` is what the training command wrote; the {kind} is {name}/{kind}.")
     if drafter and _is_scripted(drafter):
         _share(drafter)
     if target is not None and drafter is None:

@@ -25,7 +25,7 @@ from .target_texts import (
     max_prompt_tokens,
     prompts_fingerprint,
 )
-from .units import check_output, is_finished, processes, require_extra, run_units
+from .units import check_output, is_finished, num_done_units, processes, require_extra, run_units
 
 _DEFAULTS = TextsRecipe()
 # What a name with one of these endings is, if no file of that name is there: not a dataset on the Hub.
@@ -83,7 +83,7 @@ def prepare(
     Have a target answer prompts, greedily or sampled, and keep prompts and answers as a dataset.
 
     Several processes share the work under `accelerate launch -m blockpilot_hf.cli prepare ...` or `torchrun`; the
-    dataset is the same. Its texts are what train-drafter, sweep and the other commands read.
+    dataset is the same. Its texts, sorted by the length of their prompts, are what train-drafter and sweep read.
     """
     recipe = TextsRecipe(
         temperatures=_numbers(temperatures),
@@ -137,9 +137,10 @@ def prepare(
         values = ", ".join(f"{name} {value}" for name, value in ignored.items())
         screen.line(f"note: answers follow the target's own distribution, without its generation config's {values}")
     most = sum(min(turns, len(e.prompt.turns)) for e in encoded.prompts) * len(recipe.passes)
+    shown = ", ".join(f"{t:g}" for t in recipe.temperatures)
     screen.line(
-        f"{counted(len(encoded.prompts), 'prompt')}, {most:,} answers in {counted(len(units), 'unit')} at temperature "
-        f"{', '.join(f'{t:g}' for t in recipe.temperatures)}, at most {max_new_tokens} tokens each and "
+        f"{counted(len(encoded.prompts), 'prompt')}, {counted(most, 'answer')} (one per turn and temperature) in "
+        f"{counted(len(units), 'batch', 'batches')} at temperature {shown}, at most {max_new_tokens} tokens each and "
         f"{most * max_new_tokens:,} together"
     )
     if num_processes > 1:
@@ -153,7 +154,9 @@ def prepare(
         made["tokens"] += sum(len(row["answer_ids"]) for row in rows)
         return rows
 
-    was_finished = is_finished(output)
+    was_finished, num_done = is_finished(output), num_done_units(output)
+    if num_done:
+        screen.line(f"{num_done} of {counted(len(units), 'batch', 'batches')} done before")
     bar = units_bar if index == 0 else None
     rows = run_units(units, compute, output, settings=settings, columns=COLUMNS, description="batches", progress=bar)
     if was_finished:
@@ -170,12 +173,12 @@ def _tell_what_is_left_out(screen: Screen, encoded: EncodedPrompts, num_empty: i
         screen.line(f"note: {counted(num_empty, 'row')} without a prompt left out")
     if encoded.too_long:
         screen.line(
-            f"note: {counted(len(encoded.too_long), 'prompt')} left out that leave no room for an answer (more than "
+            f"note: {counted(len(encoded.too_long), 'prompt')} left out for want of room for an answer (more than "
             f"{room} tokens), {encoded.too_long[0]!r} the first of them"
         )
     if encoded.repeated:
         screen.line(
-            f"note: {counted(len(encoded.repeated), 'prompt')} left out that repeat an earlier one, "
+            f"note: {counted(len(encoded.repeated), 'prompt')} left out as repeated, "
             f"{encoded.repeated[0]!r} the first of them"
         )
 
@@ -188,7 +191,7 @@ def _show_result(screen: Screen, rows: Any, most: int, output: Path) -> None:
         f"{100 * stopped / len(rows):.1f} % end by themselves, the others at the limit"
     )
     if len(rows) < most:
-        screen.line(f"note: {counted(most - len(rows), 'later turn')} left out that leave no room for an answer")
+        screen.line(f"note: {counted(most - len(rows), 'later turn')} left out for want of room for an answer")
     screen.line(f"dataset: {output}")
     screen.line(f'load it with datasets.load_from_disk("{output}")')
 
@@ -219,12 +222,18 @@ def _template_options(text: str | None) -> dict[str, Any] | None:
 def _read_source(source: str, limit: int | None, category: str, options: dict[str, Any]) -> tuple[list[Prompt], int]:
     """Prompts, and the number of rows without one."""
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix not in _TABLES:
+    columns = [options[f"{kind}_column"] for kind in ("prompt", "id", "category")]
+    if path.is_file() and path.suffix not in _TABLES and not any(columns):
         prompts = read_prompts(path, limit)
         return [Prompt(p.id, p.turns, p.category or category, p.source or path.name) for p in prompts], 0
     if not path.exists() and (source.startswith(("/", "./", "../", "~")) or path.suffix in _FILES):
         raise ValueError(f"{source} does not exist. Name a file of prompts, a folder, or a dataset on the Hub.")
     rows = _load_rows(source, path, options)
+    if {"prompt_ids", "answer_ids"} <= set(rows.column_names) and not options["prompt_column"]:
+        raise ValueError(
+            f"{source} holds texts, which are answered already. Name the prompts; to answer those of the texts "
+            "anew, add `--prompt-column prompt`."
+        )
     column = options["prompt_column"] or next(
         (n for n in ("turns", "prompt", "messages") if n in rows.column_names), None
     )
@@ -258,7 +267,9 @@ def _load_rows(source: str, path: Path, options: dict[str, Any]) -> Any:
     datasets = require_extra("datasets")
     try:
         if path.is_file():
-            kind = _TABLES[path.suffix]
+            if path.suffix not in (*_TABLES, ".jsonl"):
+                raise ValueError("it is a text file, which has no columns.")
+            kind = _TABLES.get(path.suffix, "json")
             return datasets.load_dataset(kind, data_files=str(path), split="train")
         if (path / "state.json").is_file():  # as `save_to_disk` writes it, which `load_dataset` refuses
             return datasets.load_from_disk(str(path))
@@ -270,9 +281,8 @@ def _load_rows(source: str, path: Path, options: dict[str, Any]) -> Any:
             "offline, name a folder or file that you have."
         ) from error
     except ValueError as error:
-        raise ValueError(
-            f"The dataset {source} cannot be loaded: {error} Choose with `--dataset-config` and `--split`."
-        ) from error
+        todo = "Leave the column options out." if path.is_file() else "Choose with `--dataset-config` and `--split`."
+        raise ValueError(f"The dataset {source} cannot be loaded: {error} {todo}") from error
 
 
 __all__ = ["prepare"]

@@ -218,7 +218,11 @@ def _show_wide_table(screen: Screen, title: str, header: list[str], rows: list[l
     at_once = max(1, (screen.width - first) // 7)  # "1.00" and the space around it
     for start in range(1, len(header), at_once):
         part = slice(start, start + at_once)
-        screen.table(title, [header[0], *header[part]], [[row[0], *row[part]] for row in rows])
+        screen.table(
+            title if start == 1 else f"{title}, continued",
+            [header[0], *header[part]],
+            [[row[0], *row[part]] for row in rows],
+        )
 
 
 def _show_checks(screen: Screen, prompts: list[Prompt], known: dict[str, tuple[list[ReplayCheck], float, Any]]) -> bool:

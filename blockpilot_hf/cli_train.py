@@ -139,7 +139,7 @@ def train_drafter(
             dir_okay=False,
             metavar="FILE.png",
             help="Draw loss, tau, learning rate and pace at every validation and at the end. With a finished run's "
-            "command only this is done.",
+            "command only this is done. Missing folders are made in --output.",
         ),
     ] = None,
 ) -> None:
@@ -149,7 +149,7 @@ def train_drafter(
     if validation_texts is not None and validation_prompts is not None:
         raise ValueError("`--validation-texts` takes the place of `--validation-prompts`. Give one of the two.")
     if plot is not None:
-        check_plot(plot)
+        check_plot(plot, output)
     with Processes.current() as processes, only_run_in(output) if processes.is_main else contextlib.nullcontext():
         processes.wait()  # the others would read what this folder's run writes, if the main one may not train there
         console = Console(highlight=False, markup=False, emoji=False, quiet=not processes.is_main)

@@ -182,9 +182,9 @@ def identity_words(first_difference: int | None, gap: float | None) -> str:
     return f"identical up to token {first_difference}, gap {'unknown' if gap is None else f'{gap:.4f}'}"
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 step`, `2,000 steps`; `2 batches` with a plural of its own."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def without_controls(text: str) -> str:

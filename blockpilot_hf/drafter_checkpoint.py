@@ -47,6 +47,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
     try:
         beside.mkdir(parents=True)
         yield beside
+        _share(beside)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch writes with errors of the last kind
         shutil.rmtree(beside, ignore_errors=True)
         raise OSError(f"{folder} cannot be written: {error}. What was there before is still there.") from error
@@ -55,6 +56,14 @@ def written_whole(folder: Path) -> Iterator[Path]:
         os.replace(folder, before)
     os.replace(beside, folder)
     shutil.rmtree(before, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """Some writers make files that only their owner can read. All get the rights that the folder was made with."""
+    usual = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(path.stat().st_mode | usual)
 
 
 def find_whole(folder: Path) -> Path | None:

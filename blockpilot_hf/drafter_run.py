@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from .display import counted
 from .drafter_estimate import estimate_disk, estimate_run
 from .drafter_record import VALIDATION, replay_texts, run_record, save_drafter, write_json
 from .drafter_training import DrafterTrainer
@@ -66,6 +67,8 @@ class DrafterRun:
             `int`: status of the process: 0 when all is done, 128 and the signal's number when it was stopped.
         """
         trainer = self.trainer
+        if self.plot is not None and self.processes.is_main:
+            self.plot.parent.mkdir(parents=True, exist_ok=True)  # now, as at the end it would be too late to say no
         self._announce()
         step, num_steps = trainer.resume(), trainer.config.steps
         display = TrainingDisplay(self.console, step, num_steps)
@@ -108,7 +111,8 @@ class DrafterRun:
         categories = len({text.category for text in self.held_out})
         lines = [
             f"texts: {len(trainer.texts):,}, {tokens:,} tokens, {answers:,} of them in answers",
-            f"held out: {len({t.prompt_hash for t in self.held_out}):,} prompts of {categories} categories"
+            f"held out: {counted(len({t.prompt_hash for t in self.held_out}), 'prompt')} of "
+            f"{counted(categories, 'category', 'categories')}"
             if self.held_out
             else "held out: no prompt, so nothing will be said about acceptance (see `--validation-prompts`)",
             f"target: {trainer.target.config._name_or_path}, {trainer.target.dtype}".replace("torch.", ""),
@@ -118,7 +122,8 @@ class DrafterRun:
         masked = sum(config.mask_token_id in text.ids for text in trainer.texts)
         if masked:
             lines.append(
-                f"note: {masked} texts contain the mask token {config.mask_token_id}; better take one that none has"
+                f"note: {counted(masked, 'text')} with the mask token {config.mask_token_id} in it; better take a token "
+                "that none has"
             )
         if trainer.config.block_sizes is not None:
             lines.append(f"block sizes in training: {', '.join(map(str, trainer.config.block_sizes))}")
@@ -155,7 +160,7 @@ class DrafterRun:
         self.processes.wait()
         drafter = load_drafter(self.drafter_dir, dtype=trainer.target.dtype).to(trainer.target.device)
         if self.held_out:
-            display.line(f"trained to step {trainer.state.step}; judging the drafter on {len(self.held_out)} texts")
+            display.line(f"trained to step {trainer.state.step}; judging the drafter on {counted(len(self.held_out), 'text')}")
         walks = replay_texts(trainer.target, drafter, self.held_out, should_stop, self.processes)
         if walks is None:
             return None
@@ -184,13 +189,25 @@ class DrafterRun:
             display.acceptance(self._title("on all that is held out"), record["acceptance_length"])
         display.line(f"drafter: {self.drafter_dir}")
         display.line(f"record: {self.record_path}")
-        if self._draw():
+        if self._draw(record):
             display.line(f"plot: {self.plot}")
 
-    def _draw(self) -> bool:
+    def _draw(self, record: dict[str, Any] | None = None) -> bool:
+        """With the record of a finished run also what its drafter is worth."""
         if self.plot is None or not self.processes.is_main:
             return False
-        draw_log(self.trainer.log.path, self.plot, title=self.output_dir.name)
+        final = record and {
+            "step": record["run_info"]["num_steps"],
+            "acceptance_length": record["acceptance_length"],
+        }
+        config = self.trainer.drafter.config
+        target = Path(config.target_name_or_path or self.trainer.target.config._name_or_path).name
+        draw_log(
+            self.trainer.log.path,
+            self.plot,
+            title=f"drafter for {target or 'a target'}, block size {config.block_size}",
+            final=final,
+        )
         return True
 
     def _title(self, when: str) -> str:

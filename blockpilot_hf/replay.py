@@ -256,14 +256,22 @@ def check_replayable(drafter: Any) -> None:
 
 
 def acceptance_by_group(replays: Sequence[Replay], block_size: int) -> dict[str, dict[str, float | int]]:
-    """Acceptance length as the mean over prompts, and their number, by category and in `all`."""
-    groups: dict[str, list[float]] = defaultdict(list)
+    """
+    By category and in `all`: acceptance length as the mean over texts, their number, and the number of their prompts,
+    which may have several texts each. Prompts are told apart by their ids, as where they are held out.
+    """
+    groups: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for one in replays:
+        found = one.text.prompt_hash, one.acceptance_length(block_size)
         for name in {one.text.category, "all"}:  # texts without a category are in `all` alone
-            groups[name].append(one.acceptance_length(block_size))
+            groups[name].append(found)
     return {
-        name: {"acceptance_length": sum(values) / len(values), "num_prompts": len(values)}
-        for name, values in sorted(groups.items())
+        name: {
+            "acceptance_length": sum(tau for _, tau in found) / len(found),
+            "num_prompts": len({prompt for prompt, _ in found}),
+            "num_texts": len(found),
+        }
+        for name, found in sorted(groups.items())
     }
 
 

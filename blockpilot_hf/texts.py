@@ -79,6 +79,10 @@ def _of_folder(path: Path) -> list[Text]:
         )
     rows = require_extra("datasets").load_from_disk(str(path))
     missing = {"prompt_ids", "answer_ids"} - set(rows.column_names)
+    if "num_accepted" in rows.column_names:
+        raise ValueError(
+            f"{path} is a sweep. Name the texts that it was made from, as `blockpilot prepare` wrote them."
+        )
     if missing:
         raise ValueError(
             f"{path} has no column {' and '.join(sorted(missing))}, it has {', '.join(rows.column_names)}. "

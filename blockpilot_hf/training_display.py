@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from .display import counted
 from .drafter_estimate import DiskEstimate, RunEstimate
 
 _LINE_EVERY = 100  # steps
@@ -82,10 +83,16 @@ class TrainingDisplay:
         table.add_column("category", overflow="fold")
         table.add_column("tau", justify="right")
         table.add_column("prompts", justify="right")
+        # Records of earlier versions know one number.
+        num_texts = {name: group.get("num_texts", group["num_prompts"]) for name, group in groups.items()}
+        has_more = any(num_texts[name] != group["num_prompts"] for name, group in groups.items())
+        if has_more:
+            table.add_column("texts", justify="right")
         # All of them comes last, and then all by temperature.
         for name in sorted(groups, key=lambda name: (name.startswith("all, "), name == "all", name)):
             group = groups[name]
-            table.add_row(name, f"{group['acceptance_length']:.3f}", str(group["num_prompts"]))
+            counts = [group["num_prompts"], *([num_texts[name]] if has_more else [])]
+            table.add_row(name, f"{group['acceptance_length']:.3f}", *map(str, counts))
         self._console.print(table)
         self.resume_clock()
 
@@ -93,7 +100,7 @@ class TrainingDisplay:
         """Rate and time left."""
         per_step = sum(self._seconds) / len(self._seconds)
         rate = f"{1 / per_step:.2f} steps/s" if per_step < 1 else f"{per_step:.2f} s/step"
-        return [rate, f"{_clock((self._num_steps - step) * per_step)} left"]
+        return [rate, f"{clock((self._num_steps - step) * per_step)} left"]
 
 
 def disk_line(disk: DiskEstimate | None) -> str:
@@ -114,7 +121,7 @@ def estimate_lines(estimate: RunEstimate) -> list[str]:
     return [
         f"memory: about {sum(parts.values()) / 1e9:.2f} GB ({needed}; {estimate.available_bytes / 1e9:.1f} GB are "
         "available)",
-        f"time: about {_clock(estimate.total_s)} for {estimate.num_steps:,} steps "
+        f"time: about {clock(estimate.total_s)} for {counted(estimate.num_steps, 'step')} "
         f"({_brief(estimate.step_s)} a step{states}), validations apart",
     ]
 
@@ -123,9 +130,10 @@ def _brief(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """`h:mm:ss`."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
-__all__ = ["TrainingDisplay", "disk_line", "estimate_lines"]
+__all__ = ["TrainingDisplay", "clock", "disk_line", "estimate_lines"]

@@ -149,6 +149,11 @@ def is_finished(output: str | Path) -> bool:
     return (Path(output) / _STATE).is_file()
 
 
+def num_done_units(output: str | Path) -> int:
+    """Units that an unfinished folder has already."""
+    return sum(1 for _ in (Path(output) / _UNITS).glob("*.parquet"))
+
+
 def read_settings(output: str | Path) -> dict[str, Any]:
     """
     The settings that [`run_units`] was called with.
@@ -343,6 +348,7 @@ __all__ = [
     "check_finished",
     "check_output",
     "is_finished",
+    "num_done_units",
     "processes",
     "read_settings",
     "require_extra",

@@ -78,7 +78,8 @@ def rows_in(output):
 def test_it_says_what_it_will_do_and_what_came_of_it(run, tmp_path):
     status, out, err = run(tmp_path / "out", *SAMPLED)
     assert status == 0 and err == ""
-    assert "11 prompts, 48 answers in 9 units at temperature 0, 1, at most 12 tokens each and 576 together" in out, out
+    assert "11 prompts, 48 answers (one per turn and temperature) in 9 batches at temperature 0, 1, at most 12" in out
+    assert "tokens each and 576 together" in out
     rows = rows_in(tmp_path / "out")
     tokens = sum(len(row["answer_ids"]) for row in rows)
     stopped = 100 * sum(row["finish"] == "stop" for row in rows) / 48
@@ -241,9 +242,9 @@ def test_what_is_left_out_is_said(run, root, tmp_path):
     file.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     status, out, _ = run(tmp_path / "out", source=file)
     assert status == 0
-    assert "note: 1 prompt left out that leave no room for an answer (more than 500 tokens), 'line-3'" in out
-    assert "note: 1 prompt left out that repeat an earlier one, 'line-2' the first of them" in out
-    assert "note: 1 later turn left out that leave no room for an answer" in out
+    assert "note: 1 prompt left out for want of room for an answer (more than 500 tokens), 'line-3'" in out
+    assert "note: 1 prompt left out as repeated, 'line-2' the first of them" in out
+    assert "note: 1 later turn left out for want of room for an answer" in out
     assert [row["id"] for row in rows_in(tmp_path / "out")] == ["line-1", "line-4"]
 
 
@@ -320,3 +321,25 @@ def test_template_options_are_on_record(run, tmp_path):
     assert status == 0
     settings = json.loads((tmp_path / "out" / "settings.json").read_text())
     assert settings["template_options"] == {"enable_thinking": False}
+
+
+def test_columns_of_a_jsonl_file_are_honoured(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "one", "question": "two", "kind": "qa"}\n')
+    found, _ = prompts_of(file, prompt_column="question", category_column="kind")
+    assert [(p.turns, p.category) for p in found] == [(("two",), "qa")]
+    with pytest.raises(ValueError, match=r"has no column `nonsense`. Name one with `--prompt-column`: prompt"):
+        prompts_of(file, prompt_column="nonsense")
+    text = tmp_path / "a.txt"
+    text.write_text("one\n")
+    assert [p.turns for p in prompts_of(text)[0]] == [("one",)]
+    with pytest.raises(ValueError, match=r"it is a text file, which has no columns. Leave the column options out"):
+        prompts_of(text, prompt_column="question")
+
+
+def test_texts_are_no_prompts_unless_their_column_is_named(tmp_path):
+    rows = {"prompt": ["one"], "prompt_ids": [[1]], "answer_ids": [[2, 3]]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "texts")
+    with pytest.raises(ValueError, match="holds texts, which are answered already"):
+        prompts_of(tmp_path / "texts")
+    assert [p.turns for p in prompts_of(tmp_path / "texts", prompt_column="prompt")[0]] == [("one",)]

@@ -242,3 +242,16 @@ def test_a_check_of_one_file_of_weights_reads_the_right_numbers(checked, tmp_pat
     (checks, seconds, machine) = known["p[0]"]
     assert list(checks[0].decoded) == [1, 2, 3, 4] and checks[0].differing == [] and seconds == entry["replay_s"]
     assert machine["num_threads"] == torch.get_num_threads()
+
+
+def test_a_folder_one_level_above_the_drafter_is_told(run, folders, texts_file, tmp_path):
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "drafter").symlink_to(folders / "drafter")
+    status, _, err = run("sweep", texts_file, "--output", tmp_path / "out", "--drafter", run_folder)
+    assert status == 2 and f"the drafter is {run_folder}/drafter" in err
+    status, _, _ = run(
+        *("sweep", texts_file, "--output", tmp_path / "out", "--drafter", run_folder / "drafter"),
+        *("--block-sizes", "1,2", "--limit", 1),
+    )
+    assert status == 0

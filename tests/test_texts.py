@@ -169,3 +169,9 @@ def test_a_temperature_that_is_no_number_is_named(tmp_path):
         read_texts(path)
     path.write_text('{"prompt_ids": [1], "answer_ids": [1, 2], "temperature": "0.5", "seed": null}\n')
     assert (read_texts(path)[0].temperature, read_texts(path)[0].seed) == (0.5, 0)
+
+
+def test_a_sweep_is_told_from_texts(tmp_path):
+    datasets.Dataset.from_dict({"id": ["a"], "num_accepted": [[[0]]]}).save_to_disk(tmp_path / "sweep")
+    with pytest.raises(ValueError, match=r"is a sweep\. Name the texts that it was made from"):
+        read_texts(tmp_path / "sweep")
