@@ -92,7 +92,7 @@ def check_names(target: str | None, drafter: str | None, policy: str | None, dty
 
 def load_target(target: str | None, dtype: str = "auto", *, pack: bool = True) -> tuple[Any, Any]:
     """
-    A target and its tokenizer, on a GPU where there is one.
+    A target and its tokenizer, on a GPU where there is one; of several processes each takes one of its own.
 
     Args:
         target (`str`, *optional*): Folder or Hub id; the embedded one by default.
@@ -103,7 +103,10 @@ def load_target(target: str | None, dtype: str = "auto", *, pack: bool = True) -
         `ValueError`: for another dtype.
         `OSError`: if the target cannot be fetched or read.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)  # what is made there without naming a device goes there too
     torch_dtype = _torch_dtype(dtype) or native_dtype(device)
     if target is None:
         try:

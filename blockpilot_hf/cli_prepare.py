@@ -1,12 +1,10 @@
 """`blockpilot prepare`: from prompts to the target's own answers, which drafters and policies are made from."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from .batch_answers import set_generation_values
@@ -103,8 +101,6 @@ def prepare(
     options = {"config": dataset_config, "split": split, "prompt_column": prompt_column, "id_column": id_column}
     options |= {"category_column": category_column}
     prompts, num_empty = _read_source(source, limit, category or "", options)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", index)) % torch.cuda.device_count())
     model, tokenizer = load_target(target, dtype)
 
     room = max_prompt_tokens(model, max_new_tokens)

@@ -275,7 +275,8 @@ def _row(entry: dict[str, Any], sizes: tuple[int, ...]) -> SweepRow:
 def _fingerprint(texts: Sequence[Text]) -> str:
     """16 hex digits over ids, tokens and sampling settings."""
     entries = [
-        [text.id, text.prompt_ids, text.answer_ids, text.temperature, text.seed, text.category] for text in texts
+        [text.id, text.prompt_id, text.prompt_ids, text.answer_ids, text.temperature, text.seed, text.category]
+        for text in texts
     ]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
 
