@@ -12,7 +12,15 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from .embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDED_POLICY_NAME
 from .evaluation import ENOUGH_PROMPTS
-from .evaluation_display import choices_table, control_lines, gains_table, groups_table, rules_table, temperature_name
+from .evaluation_display import (
+    CONTROL_NOTE,
+    choices_table,
+    control_lines,
+    gains_table,
+    groups_table,
+    rules_table,
+    temperature_name,
+)
 
 _BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DATASETS = ["openai/gsm8k"]
@@ -145,6 +153,8 @@ def policy_card(
         if name == EMBEDDED_POLICY_NAME
         else f'pilot = BlockPilot.from_pretrained(policy=embedded_drafter_dir().parent / "{name}")'
     )
+    priced = "; times plain is the speed over plain decoding under the\ncost table below, prefill aside"
+    priced = "" if record["costs"] is None else priced
     more = "" if name == EMBEDDED_POLICY_NAME else "\nfrom blockpilot_hf.loading import embedded_drafter_dir"
     body = f"""\
 # {name}
@@ -171,8 +181,7 @@ print(output.blockpilot.block_size, output.blockpilot.scores)
 ## What it is worth
 
 On held-out prompts, from a sweep: how decoding goes at every block size on one and the same text of at most {sweep["max_new_tokens"]} new tokens,
-in {sweep["dtype"]}. Tau is the acceptance length, the mean over prompts; tok/step is pooled; times plain is the speed over plain decoding under the
-cost table below, prefill aside. In brackets 95 % bootstrap intervals over prompts ({record["settings"]["num_resamples"]:,} resamples). The best constant
+in {sweep["dtype"]}. Tau is the acceptance length, the mean over prompts; tok/step is pooled{priced}. In brackets 95 % bootstrap intervals over prompts ({record["settings"]["num_resamples"]:,} resamples). The best constant
 was chosen on the training prompts; the best per text cannot be had without decoding at every size first.
 {_checked(record)}
 
@@ -205,8 +214,8 @@ def _results(record: dict[str, Any], policy: str) -> str:
             parts += [f"{table.title[0].upper()}{table.title[1:]}:", _table(table.header, table.rows)]
         if not all(group["is_enough"] for group in comparison["groups"].values()):
             parts.append(f"\\* fewer than {ENOUGH_PROMPTS} prompts: too few for a claim.")
-        parts += [f"Control: {line}." for line in control_lines(comparison)]
-    return "\n\n".join(parts)
+        parts += [f"{line[0].upper()}{line[1:]}." for line in control_lines(comparison)]
+    return "\n\n".join([*parts, CONTROL_NOTE])
 
 
 def _checked(record: dict[str, Any]) -> str:

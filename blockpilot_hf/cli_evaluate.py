@@ -12,14 +12,16 @@ from .cli_common import EMBEDDED, check_names
 from .cli_console import Screen, progress_bar
 from .cli_policy import Resamples, SweepFolder, check_same_pair, run_info, show
 from .costs import CostTable
-from .drafter_record import package_versions, read_training_prompts
-from .evaluation import GROUPS, comparisons_of, evaluate, group_of, overlapping
+from .drafter_record import TrainingPrompts, package_versions, read_training_prompts
+from .evaluation import GROUPS, Comparison, comparisons_of, evaluate, group_of, overlapping
+from .evaluation_display import policy_label
 from .evaluation_plots import CHOICES_PLOT, TAU_PLOT, draw_choices, draw_tau
 from .json_lines import write_json
 from .loading import embedded_drafter_dir, load_policy
-from .policy_training import policy_choices, prompt_numbers, with_steps
+from .policy_training import policy_choices, with_steps
 from .sweep import Sweep, SweepRow, read_sweep
 from .target_states import weights_fingerprint
+from .texts import prompt_numbers
 from .units import require_extra
 
 RECORD = "evaluation.json"
@@ -86,9 +88,7 @@ def evaluate_command(
     trained_for = swept.settings["training_block_size"]
     comparisons = comparisons_of(policies, sizes, trained_for)
     if table is not None:
-        needed = {trained_for, *(size for one in comparisons for size in one.block_sizes)}
-        if missing := sorted(needed - set(table.block_sizes)):
-            notes.append(f"{costs} has no seconds for block sizes {missing}: no speeds are told where they are needed.")
+        notes += _without_speeds(comparisons, trained_for, table, costs)
     results = evaluate(
         rows,
         with_steps(trained.rows),
@@ -146,11 +146,43 @@ def evaluate_command(
 
 
 def _names(given: Sequence[str]) -> dict[str, str]:
-    """Policies by a short name: the last part of what was given, or all of it where two would be called the same."""
+    """
+    Policies by the shortest name that tells them apart: the last parts of where they lie. A folder called `policy`, as
+    `train-policy` writes it, is called as the one that it lies in.
+    """
     if len(set(given)) < len(given):
         raise ValueError(f"A `--policy` is given twice: {', '.join(given)}. Name each once.")
-    last = [name.rstrip("/").rpartition("/")[2] for name in given]
-    return {short if last.count(short) == 1 else name: name for short, name in zip(last, given, strict=True)}
+    places = []
+    for name in given:
+        parts = Path(name).absolute().parts[1:] if Path(name).is_dir() else tuple(name.split("/"))
+        places.append(parts[:-1] if parts[-1] == "policy" and len(parts) > 1 else parts)
+    names = {}
+    for name, place in zip(given, places, strict=True):
+        # One policy in another's folder, such as a checkpoint, may leave nothing but what was given.
+        ends = [place[-length:] for length in range(1, len(place) + 1)]
+        own = (end for end in ends if sum(other[-len(end) :] == end for other in places) == 1)
+        names["/".join(next(own, (name,)))] = name
+    return names
+
+
+def _without_speeds(
+    comparisons: Sequence[Comparison], trained_for: int, table: CostTable, path: Path | None
+) -> list[str]:
+    """Which comparisons a cost table leaves without speeds, and where a whole one comes from."""
+    notes = []
+    for one in comparisons:
+        if missing := sorted({trained_for, *one.block_sizes} - set(table.block_sizes)):
+            of_whom = f" ({', '.join(map(policy_label, one.policies))})" if one.policies else ""
+            notes.append(
+                f"no speeds are printed for the comparison of block sizes {', '.join(map(str, one.block_sizes))}"
+                f"{of_whom}: {path} has no seconds for {', '.join(map(str, missing))}."
+            )
+    if notes:
+        notes.append(
+            "for a complete cost table run `blockpilot train-policy` with a new `--output` and without `--costs`: it "
+            "measures one for all sizes of the sweep, costs.json in the output."
+        )
+    return notes
 
 
 def _read_groups(path: Path) -> dict[str, list[str]]:
@@ -191,9 +223,11 @@ def _strangers(policies: dict[str, Any], swept: Sweep) -> list[str]:
         for kind in ("target", "drafter"):
             theirs, ours = getattr(policy.config, f"{kind}_fingerprint"), swept.settings[f"{kind}_fingerprint"]
             if theirs is None:
-                notes.append(f"policy {name} does not say which {kind} it was made for.")
+                notes.append(f"{policy_label(name)} does not say which {kind} it was made for.")
             elif theirs != ours:
-                notes.append(f"policy {name} was made for another {kind}: weights {theirs}, the sweep's are {ours}.")
+                notes.append(
+                    f"{policy_label(name)} was made for another {kind}: weights {theirs}, the sweep's are {ours}."
+                )
     return notes
 
 
@@ -206,7 +240,8 @@ def _held_out(
     Raises:
         `ValueError`: for prompts that were trained on, unless they are to be dropped.
     """
-    lists: dict[str, set[str] | None] = {f"training sweep {train}": {row.prompt_hash[:16] for row in trained.rows}}
+    of_sweep = TrainingPrompts(frozenset(row.prompt_hash[:16] for row in trained.rows))
+    lists: dict[str, TrainingPrompts | None] = {f"training sweep {train}": of_sweep}
     lists |= {f"policy {name}": read_training_prompts(given) for name, given in policies.items()}
     folder = embedded_drafter_dir() if drafter == EMBEDDED else drafter
     lists[f"drafter {drafter}" if drafter else "drafter"] = read_training_prompts(folder) if folder else None
@@ -219,9 +254,15 @@ def _held_out(
             notes.append(f"{name} {why}: whether it was trained on these prompts cannot be checked.")
             record["lists"][name] = {"is_checked": False}
             continue
-        shared = overlapping(rows, known)
+        if not known.is_complete:
+            notes.append(f"{name} was trained on prompts that its list lacks: these cannot be checked.")
+        shared = overlapping(rows, known.hashes)
         count = len(set(prompt_numbers(shared)))
-        record["lists"][name] = {"is_checked": True, "num_prompts_known": len(known), "num_prompts_shared": count}
+        record["lists"][name] = {
+            "is_checked": known.is_complete,
+            "num_prompts_known": len(known.hashes),
+            "num_prompts_shared": count,
+        }
         if shared:
             found[name] = (count, shared)
     if found and not drop:

@@ -22,7 +22,6 @@ from .json_lines import write_json
 from .policy_training import (
     PolicyTrainingConfig,
     best_epoch,
-    prompt_numbers,
     split_rows,
     train_policy,
     window,
@@ -30,6 +29,7 @@ from .policy_training import (
 )
 from .sweep import Sweep, SweepRow, read_sweep
 from .target_states import weights_fingerprint
+from .texts import prompt_numbers
 
 _DEFAULTS = PolicyTrainingConfig()
 _BLOCK_SIZES = "1,2,3,4,6,8"
@@ -242,6 +242,16 @@ def _candidates(rule: str, block_sizes: str | None, window_sizes: str | None, sw
             raise ValueError("`--block-sizes` goes with rule 'seconds'. Rule 'tau' takes its candidates by `--window`.")
         trained_for = sweep.settings["training_block_size"]
         sizes = window(trained_for) if window_sizes is None else parse_sizes("--window", window_sizes)
+        missing = sorted(set(sizes) - set(sweep.block_sizes))
+        if window_sizes is None and missing and trained_for in sweep.block_sizes:
+            left = [size for size in sizes if size in sweep.block_sizes]
+            narrower = f"name candidates that it has, such as `--window {','.join(map(str, left))}`, or "
+            raise ValueError(
+                f"The default `--window` of rule 'tau' is {sizes[0]} to {sizes[-1]}, two around the training size "
+                f"{trained_for}, and the sweep lacks {', '.join(map(str, missing))}; it has {list(sweep.block_sizes)}. "
+                f"{'' if len(left) < 2 else narrower}sweep with `--block-sizes "
+                f"{min(sizes[0], *sweep.block_sizes)}-{max(sizes[-1], *sweep.block_sizes)}`."
+            )
     else:
         if window_sizes is not None:
             raise ValueError("`--window` goes with rule 'tau'. Rule 'seconds' takes its candidates by `--block-sizes`.")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from .cli_common import Dtype, Target, load_target
 from .drafter_recipe import DrafterTrainingConfig, default_gamma
-from .drafter_record import hold_out, progress_of, quick_part, read_training_prompts, source_record
+from .drafter_record import TrainingPrompts, hold_out, progress_of, quick_part, read_training_prompts, source_record
 from .drafter_run import DrafterRun, only_run_in
 from .drafter_start import DEFAULT_BLOCK_SIZE, DEFAULT_NUM_LAYERS, drafter_from_target
 from .drafter_training import CHECKPOINT_EVERY, VALIDATE_EVERY, DrafterTrainer
@@ -153,13 +153,20 @@ def train_drafter(
     with Processes.current() as processes, only_run_in(output) if processes.is_main else contextlib.nullcontext():
         processes.wait()  # the others would read what this folder's run writes, if the main one may not train there
         console = Console(highlight=False, markup=False, emoji=False, quiet=not processes.is_main)
-        start, earlier, progress = None, set(), []
+        start, earlier, progress = None, TrainingPrompts(), []
         made_of: dict[str, Any] = {}
         if init is not None:
             _refuse_with_init({"--layers": layers, "--target-layers": target_layers, "--mask-token-id": mask_token_id})
             start = _drafter_to_go_on_with(init, block_size)
             made_of["init"] = {"name": Path(init).name, "fingerprint": weights_fingerprint(start)}
-            earlier, progress = read_training_prompts(init) or set(), progress_of(init)
+            progress = progress_of(init)
+            earlier = read_training_prompts(init) or TrainingPrompts(is_complete=False)
+            if not earlier.is_complete:
+                console.print(
+                    f"note: {init} does not say on which prompts it was trained, so neither will the new drafter: "
+                    "whether held-out prompts were among them cannot be checked",
+                    soft_wrap=not console.is_terminal,
+                )
         elif mask_token_id is None:
             mask_token_id = _default_mask_token_id(target)
         sizes = _numbers("--mixed-block-sizes", "block sizes", "4,8,16", mixed_block_sizes)
@@ -194,7 +201,7 @@ def train_drafter(
             [text for part in read for text in part],
             _VALIDATION_PROMPTS if validation_prompts is None else validation_prompts,
             validation=validation,
-            earlier=earlier,
+            earlier=earlier.hashes,
         )
         known = known if limit is None else spread(known, limit)
         # Not packed: kept states would be those of another way to compute them.

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,7 @@ from .modeling_dflash import DFlashDraftModel
 from .processes import Processes
 from .replay import Replay, replay
 from .target_states import target_states, weights_fingerprint
-from .texts import Text, first_of_each_category, split_by_prompt
+from .texts import Text, first_of_each_category, prompt_numbers, split_by_prompt
 
 TRAINING_PROMPTS = "training_prompts.json"
 VALIDATION = "validation.json"
@@ -39,21 +39,35 @@ def short_hash(text: Text) -> str:
     return text.prompt_hash[:16]
 
 
-def write_training_prompts(folder: Path, texts_or_hashes: Iterable[Text | str]) -> None:
+@dataclass(frozen=True)
+class TrainingPrompts:
+    """
+    Which prompts weights were trained on.
+
+    Args:
+        hashes (`frozenset[str]`): The first 16 hex digits of the prompts' hashes.
+        is_complete (`bool`): `False` if they were trained on others before, of which there is no record.
+    """
+
+    hashes: frozenset[str] = frozenset()
+    is_complete: bool = True
+
+
+def write_training_prompts(folder: Path, texts_or_hashes: Iterable[Text | str], *, is_complete: bool = True) -> None:
     """
     Put on record, beside weights, which prompts they were trained on, so that others are taken to judge them.
 
     Args:
         texts_or_hashes (`Iterable[Text | str]`): Texts, or the hashes of their prompts.
+        is_complete (`bool`, *optional*, defaults to `True`): See [`TrainingPrompts`].
     """
     hashes = {short_hash(one) if isinstance(one, Text) else one[:16] for one in texts_or_hashes}
-    write_json(folder / TRAINING_PROMPTS, {"prompt_hashes": sorted(hashes)})
+    write_json(folder / TRAINING_PROMPTS, {"is_complete": is_complete, "prompt_hashes": sorted(hashes)})
 
 
-def read_training_prompts(folder: str | Path) -> set[str] | None:
+def read_training_prompts(folder: str | Path) -> TrainingPrompts | None:
     """
-    The first 16 hex digits of the hashes of all prompts that the weights in a folder, or under a Hub id, were trained
-    on; `None` if that is not on record.
+    Which prompts the weights in a folder, or under a Hub id, were trained on; `None` if that is not on record.
 
     Raises:
         `ValueError`: if the record is damaged.
@@ -68,7 +82,8 @@ def read_training_prompts(folder: str | Path) -> set[str] | None:
     if found is None:
         return None
     try:
-        return set(json.loads(Path(found).read_text(encoding="utf-8"))["prompt_hashes"])
+        record = json.loads(Path(found).read_text(encoding="utf-8"))
+        return TrainingPrompts(frozenset(record["prompt_hashes"]), record.get("is_complete", True))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{found} does not say which prompts were trained on ({error!r}). Copy the folder again."
@@ -95,23 +110,29 @@ def hold_out(
         per_category (`int`): See [`split_by_prompt`].
         validation (`list[Text]`, *optional*): To be judged on, instead of a part of `texts`.
         earlier (`Collection[str]`, *optional*):
-            Hashes of prompts that the start was trained on, as [`read_training_prompts`] gives them. Such prompts are
-            trained on again and not held out.
+            Hashes of prompts that the start was trained on, as [`TrainingPrompts`] has them. Such prompts are trained
+            on again and not held out.
 
     Raises:
         `ValueError`: if prompts of `validation` are trained on, or were.
     """
     if validation is None:
         _, held_out = split_by_prompt(texts, per_category)
-        held_out = [text for text in held_out if short_hash(text) not in earlier]
-        prompts = {text.prompt_hash for text in held_out}
-        return [text for text in texts if text.prompt_hash not in prompts], held_out
+        numbers = prompt_numbers(texts)
+        seen = {n for n, text in zip(numbers, texts, strict=True) if short_hash(text) in earlier}
+        out = {id(text) for text in held_out}
+        apart = [id(text) in out and number not in seen for number, text in zip(numbers, texts, strict=True)]
+        pairs = list(zip(apart, texts, strict=True))
+        return [text for is_out, text in pairs if not is_out], [text for is_out, text in pairs if is_out]
     known = {short_hash(text) for text in texts} | set(earlier)
-    both = [text for text in validation if short_hash(text) in known]
+    # Prompts of other files may have the same ids, so a conversation is known by its source too.
+    conversations = {(text.source, text.prompt_id) for text in texts if text.source and text.prompt_id}
+    both = [text for text in validation if short_hash(text) in known or (text.source, text.prompt_id) in conversations]
     if both:
         raise ValueError(
-            f"{len(both)} of {len(validation)} validation texts have prompts that are trained on, or that the start "
-            f"was trained on; the first is {both[0].id!r}. Take texts of other prompts, or take these away on one side."
+            "Validation texts whose prompts are trained on, or that the start was trained on: "
+            f"{len(both)} of {len(validation)}, the first is {both[0].id!r}. Take texts of other prompts, or take "
+            "these away on one side."
         )
     return texts, validation
 
@@ -133,13 +154,14 @@ def save_drafter(
     target_fingerprint: str,
     shortlist_ids: torch.LongTensor | None = None,
     training_prompts: Collection[Text | str] = (),
+    is_complete: bool = True,
 ) -> None:
     """
     Write `drafter` in bfloat16 to `folder`, which is whole at any time. The drafter itself stays as it is.
 
     Args:
         shortlist_ids (`torch.LongTensor` of shape `(shortlist_size,)`, *optional*): The tokens that it drafts.
-        training_prompts (`Collection[Text | str]`, *optional*): See [`write_training_prompts`].
+        training_prompts, is_complete (*optional*): See [`write_training_prompts`].
 
     Raises:
         `OSError`: if it cannot be written.
@@ -150,7 +172,7 @@ def save_drafter(
     rounded.config.blockpilot_version = version("blockpilot-hf")
     with written_whole(folder) as beside:
         rounded.save_pretrained(beside)
-        write_training_prompts(beside, training_prompts)
+        write_training_prompts(beside, training_prompts, is_complete=is_complete)
 
 
 def replay_texts(
@@ -180,7 +202,7 @@ def replay_texts(
 
 
 def acceptance_record(walks: Sequence[Replay], block_size: int) -> dict[str, Any]:
-    """Acceptance length by category and in all, with the number of texts, and text by text."""
+    """Acceptance length by category and in all, with the numbers of prompts and texts, and text by text."""
     return {
         "block_size": block_size,
         "acceptance_length": acceptance_groups(walks, block_size),
@@ -293,6 +315,7 @@ def run_record(
 
 __all__ = [
     "VALIDATION",
+    "TrainingPrompts",
     "acceptance_record",
     "hold_out",
     "package_versions",

@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from .display import counted
 from .drafter_estimate import estimate_disk, estimate_run
-from .drafter_record import VALIDATION, replay_texts, run_record, save_drafter, write_json
+from .drafter_record import VALIDATION, TrainingPrompts, replay_texts, run_record, save_drafter, write_json
 from .drafter_training import DrafterTrainer
 from .loading import load_drafter
 from .texts import Text
@@ -34,7 +34,7 @@ class DrafterRun:
         trainer ([`DrafterTrainer`]): Ready to train; its `validation` is a part of `held_out`.
         held_out (`Sequence[Text]`): The result is judged on all of them.
         made_of (`dict[str, Any]`): Where texts and start came from, for the record.
-        earlier_prompts (`Collection[str]`, *optional*): Hashes of prompts that the start was trained on.
+        earlier_prompts ([`TrainingPrompts`], *optional*): Those of the drafter that the run started from.
         earlier_progress (`Sequence[dict]`, *optional*): How the start came to what it is, see [`progress_of`].
         command (`Sequence[str]`): What starts this run again.
         console (`rich.console.Console`): Where to say things; quiet in all processes but the main one.
@@ -47,7 +47,7 @@ class DrafterRun:
         held_out: Sequence[Text],
         *,
         made_of: dict[str, Any],
-        earlier_prompts: Collection[str] = (),
+        earlier_prompts: TrainingPrompts | None = None,
         earlier_progress: Sequence[dict[str, Any]] = (),
         command: Sequence[str],
         console: Any,
@@ -55,7 +55,7 @@ class DrafterRun:
     ):
         self.trainer, self.held_out, self.made_of, self.plot = trainer, held_out, made_of, plot
         self.command, self.console = shlex.join(command), console
-        self.earlier_prompts, self.earlier_progress = earlier_prompts, earlier_progress
+        self.earlier_prompts, self.earlier_progress = earlier_prompts or TrainingPrompts(), earlier_progress
         self.output_dir, self.processes = trainer.output_dir, trainer.processes
         self.drafter_dir, self.record_path = self.output_dir / "drafter", self.output_dir / VALIDATION
 
@@ -122,7 +122,7 @@ class DrafterRun:
         masked = sum(config.mask_token_id in text.ids for text in trainer.texts)
         if masked:
             lines.append(
-                f"note: {counted(masked, 'text')} with the mask token {config.mask_token_id} in it; better take a token "
+                f"note: {counted(masked, 'text')} with the mask token {config.mask_token_id} in it; better take one "
                 "that none has"
             )
         if trainer.config.block_sizes is not None:
@@ -147,7 +147,7 @@ class DrafterRun:
     def _finish(self, display: TrainingDisplay, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """The drafter as others will load it, judged on what was held out; `None` if stopped before the end."""
         trainer = self.trainer
-        known: list[Text | str] = [*trainer.texts, *self.earlier_prompts]
+        known: list[Text | str] = [*trainer.texts, *self.earlier_prompts.hashes]
         if self.processes.is_main:
             # What it was not trained on it does not get right, and a small head is a quick one.
             save_drafter(
@@ -156,11 +156,14 @@ class DrafterRun:
                 target_fingerprint=trainer.fingerprint,
                 shortlist_ids=trainer.occurring,
                 training_prompts=known,
+                is_complete=self.earlier_prompts.is_complete,
             )
         self.processes.wait()
         drafter = load_drafter(self.drafter_dir, dtype=trainer.target.dtype).to(trainer.target.device)
         if self.held_out:
-            display.line(f"trained to step {trainer.state.step}; judging the drafter on {counted(len(self.held_out), 'text')}")
+            display.line(
+                f"trained to step {trainer.state.step}; judging the drafter on {counted(len(self.held_out), 'text')}"
+            )
         walks = replay_texts(trainer.target, drafter, self.held_out, should_stop, self.processes)
         if walks is None:
             return None
@@ -196,10 +199,9 @@ class DrafterRun:
         """With the record of a finished run also what its drafter is worth."""
         if self.plot is None or not self.processes.is_main:
             return False
-        final = record and {
-            "step": record["run_info"]["num_steps"],
-            "acceptance_length": record["acceptance_length"],
-        }
+        final = None
+        if record is not None:
+            final = {"step": record["run_info"]["num_steps"], "acceptance_length": record["acceptance_length"]}
         config = self.trainer.drafter.config
         target = Path(config.target_name_or_path or self.trainer.target.config._name_or_path).name
         draw_log(

@@ -15,8 +15,9 @@ import numpy as np
 from .costs import CostTable
 from .intervals import Means, bootstrap_intervals, shuffled_gain
 from .modeling_blockpilot import BlockPilotPolicy
-from .policy_training import policy_choices, prompt_numbers, window
+from .policy_training import policy_choices, window
 from .sweep import SweepRow
+from .texts import prompt_numbers
 
 # Categories of the usual prompt sets; one that is not named here stands for itself.
 GROUPS = {
@@ -30,7 +31,11 @@ GROUPS = {
 ALL = "all"
 # Fewer prompts than this carry no claim about their group.
 ENOUGH_PROMPTS = 20
+# Of a gain that is smaller than this, as a share of the reference, or not above 0 for sure, no share is told.
+LEAST_GAIN = 0.01
 MEASURES = ("tau", "speedup")
+# What gains are told over.
+REFERENCES = ("best_constant", "training_size")
 
 Statistic = Callable[[Means], np.ndarray]
 
@@ -126,7 +131,8 @@ def evaluate(
     Returns:
         `list[dict]`: for every temperature its `temperature`, numbers of prompts and texts, `tau_by_block_size` by
         group, and the `comparisons`: candidates, best constants, the `groups` with every rule, and the `shuffled`
-        control. Figures are dicts of `estimate`, `low` and `high`.
+        control, against the best constant. Figures are dicts of `estimate`, `low` and `high`; shares of a gain also
+        have `is_defined`, see [`has_clear_gain`].
 
     Raises:
         `ValueError`: without texts on either side, or if the training block size was not swept.
@@ -249,13 +255,14 @@ class _Judged:
         }
 
     def shuffled(self, i: int, num_shuffles: int, seed: int) -> dict[str, Any]:
-        """The control for both measures, over texts."""
+        """The control for both measures, over texts, against the best constant of the measure."""
         places = [self.sizes.index(size) for size in self.comparisons[i].block_sizes]
-        fixed = self.sizes.index(self.training_block_size)
-        found = {}
-        for measure in self.best_constants[i]:
+        found: dict[str, Any] = {}
+        for measure, constant in self.best_constants[i].items():
             value = self.tau if measure == "tau" else self.tau * self.gain
-            found[measure] = shuffled_gain(value[:, places], value[:, fixed], num_shuffles=num_shuffles, seed=seed)
+            reference = value[:, self.sizes.index(constant)]
+            control = shuffled_gain(value[:, places], reference, num_shuffles=num_shuffles, seed=seed)
+            found[measure] = {"reference_block_size": constant, **control}
         return found
 
     def judge(self, result: dict[str, Any], name: str, of_rows: np.ndarray, num_resamples: int, seed: int) -> None:
@@ -291,6 +298,11 @@ class _Judged:
                     for part in key[2:-1]:
                         place = place.setdefault(part, {})
                     place[key[-1]] = asdict(interval)
+            for measure in self.best_constants[i]:
+                for reference in REFERENCES:
+                    is_defined = has_clear_gain(told, reference, measure)
+                    for of_rule in told.values():
+                        of_rule[f"share_of_gain_over_{reference}"][measure]["is_defined"] = is_defined
             comparison["groups"][name] = {
                 **counts,
                 "is_enough": counts["num_prompts"] >= ENOUGH_PROMPTS,
@@ -326,6 +338,24 @@ class _Judged:
         return told
 
 
+def reference_rule(reference: str, measure: str) -> str:
+    """The rule that one of `REFERENCES` is for a measure."""
+    return f"best_constant_{measure}" if reference == "best_constant" else reference
+
+
+def has_clear_gain(rules: Mapping[str, Any], reference: str, measure: str) -> bool:
+    """
+    Whether a share of what the best size per text gains over a reference says anything: that gain is at least 1 %, and
+    its interval lies above 0.
+
+    Args:
+        rules (`Mapping`): Of one group of a result, by name.
+    """
+    gain = rules[f"best_per_prompt_{measure}"][f"over_{reference}"][measure]
+    base = rules[reference_rule(reference, measure)][measure]["estimate"]
+    return gain["low"] is not None and gain["low"] > 0 and gain["estimate"] >= LEAST_GAIN * base
+
+
 def taus(rows: Sequence[SweepRow], sizes: Sequence[int]) -> np.ndarray:
     """Acceptance lengths, `(num_texts, num_block_sizes)`."""
     return np.array([[row.acceptance_length(size) for size in sizes] for row in rows])
@@ -357,11 +387,15 @@ __all__ = [
     "ALL",
     "ENOUGH_PROMPTS",
     "GROUPS",
+    "LEAST_GAIN",
     "MEASURES",
+    "REFERENCES",
     "Comparison",
     "comparisons_of",
     "evaluate",
     "group_of",
+    "has_clear_gain",
     "overlapping",
+    "reference_rule",
     "taus",
 ]

@@ -32,6 +32,12 @@ def draw_tau(results: Sequence[Mapping[str, Any]], training_block_size: int, pat
     panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
     # One colour per group in all panels, whichever of them it is in.
     groups = list(dict.fromkeys(name for result in results for name in result["tau_by_block_size"] if name != ALL))
+    # And one order of the legends: that of the lines at the right edge of the first panel that has them.
+    heights: dict[str, float] = {}
+    for result in results:
+        for name, by_size in result["tau_by_block_size"].items():
+            heights.setdefault(name, list(by_size.values())[-1]["estimate"])
+    ranked = sorted(heights, key=lambda name: -heights[name])
     for axes, result in zip(panels, results, strict=True):
         counts = result["comparisons"][0]["groups"]
         for name, by_size in result["tau_by_block_size"].items():
@@ -54,12 +60,9 @@ def draw_tau(results: Sequence[Mapping[str, Any]], training_block_size: int, pat
         axes.set_xlabel("block size (1 is plain decoding)")
         axes.set_xticks([int(size) for size in result["tau_by_block_size"][ALL]])
         axes.grid(alpha=0.3, linewidth=0.6)
-        # Beside the lines, in their order at the right edge.
-        handles, labels = axes.get_legend_handles_labels()
-        order = sorted(range(len(handles)), key=lambda at: -handles[at].get_ydata()[-1])
+        handles = dict(zip(result["tau_by_block_size"], axes.get_legend_handles_labels()[0], strict=True))
         axes.legend(
-            [handles[at] for at in order],
-            [labels[at] for at in order],
+            handles=[handles[name] for name in ranked if name in handles],
             title="group (prompts)",
             loc="center left",
             bbox_to_anchor=(1.0, 0.5),
@@ -69,7 +72,9 @@ def draw_tau(results: Sequence[Mapping[str, Any]], training_block_size: int, pat
     panels[0].set_ylabel("acceptance length (tokens per step)")
     for axes in panels[1:]:
         axes.tick_params(labelleft=True)
-    figure.supxlabel("mean over prompts; band: 95 % interval of all; dotted: too few prompts for a claim", fontsize=8)
+    is_small = any(not g["is_enough"] for r in results for g in r["comparisons"][0]["groups"].values())
+    dotted = "; dotted: too few prompts for a claim" if is_small else ""
+    figure.supxlabel(f"mean over prompts; band: 95 % interval of all{dotted}", fontsize=8)
     _write(figure, path)
 
 

@@ -117,7 +117,7 @@ def shuffled_gain(
 
     Args:
         values (`np.ndarray` of shape `(num_rows, num_columns)`): Say tau by text and block size.
-        reference (`np.ndarray` of shape `(num_rows,)`): The same measure at the fixed size.
+        reference (`np.ndarray` of shape `(num_rows,)`): The same measure at the size to compare with.
 
     Returns:
         `dict`: `gain` of the values; `shuffled` and `rescaled`, each with the `mean` over the shuffles and their middle

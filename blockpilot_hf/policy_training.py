@@ -19,6 +19,7 @@ from .costs import CostTable
 from .features import policy_features
 from .modeling_blockpilot import BlockPilotPolicy
 from .sweep import SweepRow
+from .texts import prompt_numbers
 
 RULES = ("tau", "seconds")
 OBJECTIVES = ("label", "speed")
@@ -76,25 +77,6 @@ def window(training_block_size: int) -> list[int]:
 def with_steps(rows: Sequence[SweepRow]) -> list[SweepRow]:
     """Without answers of one token: the prefill gives that, no block size is better than another."""
     return [row for row in rows if row.num_new_tokens > 1]
-
-
-def prompt_numbers(rows: Sequence[SweepRow]) -> list[int]:
-    """
-    A number from 0 for each row's prompt, in order of appearance. Rows with one prompt hash belong together whatever
-    their names, and so do the turns of a conversation, which have one prompt id: the second holds the first.
-    """
-    leader: dict[str, str] = {}
-
-    def find(key: str) -> str:
-        while leader.setdefault(key, key) != key:
-            key = leader[key]
-        return key
-
-    for row in rows:
-        if row.prompt_id:
-            leader[find(f"hash {row.prompt_hash}")] = find(f"id {row.prompt_id}")
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(find(f"hash {row.prompt_hash}"), len(numbers)) for row in rows]
 
 
 def split_rows(rows: Sequence[SweepRow], share: float) -> tuple[list[SweepRow], list[SweepRow]]:
@@ -285,7 +267,6 @@ __all__ = [
     "label_weights",
     "policy_choices",
     "policy_inputs",
-    "prompt_numbers",
     "split_rows",
     "train_policy",
     "values",

@@ -5,6 +5,7 @@ import hashlib
 import json
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,10 +148,32 @@ def check_texts(texts: list[Text], *, vocab_size: int, max_length: int) -> None:
         )
 
 
+def prompt_numbers(rows: Sequence[Any]) -> list[int]:
+    """
+    A number from 0 for each row's prompt, in order of appearance. Rows with one prompt hash belong together whatever
+    their names, and so do the turns of a conversation, which have one prompt id: the second holds the first.
+
+    Args:
+        rows (`Sequence`): Texts, or what else has a `prompt_hash` and a `prompt_id`.
+    """
+    leader: dict[str, str] = {}
+
+    def find(key: str) -> str:
+        while leader.setdefault(key, key) != key:
+            key = leader[key]
+        return key
+
+    for row in rows:
+        if row.prompt_id:
+            leader[find(f"hash {row.prompt_hash}")] = find(f"id {row.prompt_id}")
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(find(f"hash {row.prompt_hash}"), len(numbers)) for row in rows]
+
+
 def split_by_prompt(texts: list[Text], per_category: int) -> tuple[list[Text], list[Text]]:
     """
     Texts to train on and texts to validate on, by the prompts' hashes: the same prompts are held out whatever the order
-    of the file, and no prompt is on both sides.
+    of the file, and no prompt is on both sides, nor are two turns of a conversation.
 
     Args:
         per_category (`int`): Prompts of each category that are held out, at most a fifth of the category.
@@ -163,14 +186,17 @@ def split_by_prompt(texts: list[Text], per_category: int) -> tuple[list[Text], l
     """
     if per_category < 0:
         raise ValueError(f"`per_category` must be an integer >= 0, got {per_category}.")
-    prompts: dict[str, list[str]] = defaultdict(list)
-    for category, prompt in sorted({(text.category, text.prompt_hash) for text in texts}):
-        prompts[category].append(prompt)  # sorted by hash
-    held_out = {prompt for group in prompts.values() for prompt in group[: min(per_category, len(group) // 5)]}
-    return (
-        [text for text in texts if text.prompt_hash not in held_out],
-        [text for text in texts if text.prompt_hash in held_out],
-    )
+    numbers = prompt_numbers(texts)
+    first: dict[int, tuple[str, str]] = {}  # a prompt is known by the smallest of its texts' hashes
+    for number, text in zip(numbers, texts, strict=True):
+        key = (text.prompt_hash, text.category)
+        first[number] = min(key, first.get(number, key))
+    groups: dict[str, list[int]] = defaultdict(list)
+    for number in sorted(first, key=first.__getitem__):
+        groups[first[number][1]].append(number)
+    held_out = {number for group in groups.values() for number in group[: min(per_category, len(group) // 5)]}
+    pairs = list(zip(numbers, texts, strict=True))
+    return [text for n, text in pairs if n not in held_out], [text for n, text in pairs if n in held_out]
 
 
 def spread(texts: list[Text], limit: int) -> list[Text]:
@@ -191,4 +217,4 @@ def first_of_each_category(texts: list[Text], count: int) -> list[Text]:
     return kept
 
 
-__all__ = ["Text", "check_texts", "first_of_each_category", "read_texts", "split_by_prompt", "spread"]
+__all__ = ["Text", "check_texts", "first_of_each_category", "prompt_numbers", "read_texts", "split_by_prompt", "spread"]

@@ -13,8 +13,6 @@ from .training_display import clock
 from .units import require_extra
 
 _SMOOTHED_OVER = 100  # steps; a loss alone says little, texts differ too much
-
-
 # Folders of a run that appear, and are replaced, as a whole.
 _REPLACED = ("drafter", "checkpoint")
 
@@ -34,8 +32,8 @@ def check_plot(path: Path, output_dir: Path) -> None:
     for name in _REPLACED:
         if folder.is_relative_to(output_dir / name):
             raise ValueError(
-                f"`--plot {path}` is in {output_dir / name}, which training replaces as a whole. Name a file beside it, "
-                f"such as {output_dir / path.name}."
+                f"`--plot {path}` is in {output_dir / name}, which training replaces as a whole. Name a file beside "
+                f"it, such as {output_dir / path.name}."
             )
     if not (folder.is_dir() or folder.is_relative_to(output_dir)):
         raise ValueError(f"`--plot {path}` is in a folder that does not exist. Make {path.parent} first.")
@@ -109,8 +107,8 @@ def draw_log(log: Path, path: Path, *, title: str = "", final: dict[str, Any] | 
 
 def _draw_tau(axes: Any, validations: Sequence[dict[str, Any]], final: dict[str, Any] | None) -> None:
     """
-    A line per group, `all` in black; the names beside the picture say which. What the drafter is worth at the end stands
-    apart: it is the mean over more texts.
+    A line per group, `all` in black; the names beside it say which. The end stands apart: it is the mean over more
+    texts.
     """
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for entry in validations:
@@ -124,7 +122,9 @@ def _draw_tau(axes: Any, validations: Sequence[dict[str, Any]], final: dict[str,
     for name in sorted(ends, key=lambda name: -ends[name][1]):
         style: dict[str, Any] = {"color": "black", "linewidth": 2} if name == "all" else {"linewidth": 1.3}
         points = lines.get(name, [])
-        (line,) = axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=name, **style)
+        (line,) = axes.plot(
+            [x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=name, **style
+        )
         if final is not None and name in final["acceptance_length"]:
             axes.plot(
                 *zip(*points[-1:], ends[name], strict=True),

@@ -170,10 +170,44 @@ def test_sizes_without_a_price_have_no_speeds(evaluate, world):
     arguments = ["--policy", world / "fast", "--costs", world / "few.json"]
     status, out, err, record = evaluate(*arguments, costs=False, columns=300)
     assert status == 0, err
-    assert "has no seconds for block sizes [2, 3, 5]" in out
+    assert "no speeds are printed for the comparison of block sizes 2, 3, 4, 5, 6: " in out
+    assert "has no seconds for 2, 3, 5." in out
+    assert out.count("no speeds are printed") == 1
+    assert "run `blockpilot train-policy` with a new `--output` and without `--costs`" in out
     around, own = record["results"][0]["comparisons"]
     assert "speedup" not in around["best_constant"]
     assert "speedup" in own["best_constant"]
+
+
+def test_a_folder_around_the_policy_is_refused_and_the_policy_pointed_to(evaluate, world, monkeypatch):
+    save_policy(world / "run" / "policy", [1, 4])
+    monkeypatch.chdir(world)
+    status, _, err, _ = evaluate("--policy", "run", columns=300)
+    assert status == 2
+    assert "`--policy run` is" in err
+    assert "the policy is run/policy" in err
+    status, out, err, record = evaluate("--policy", "run/policy", columns=300)
+    assert status == 0, err
+    assert list(record["meta_info"]["policies"]) == ["run"]
+    assert "policy policy" not in out
+
+
+def test_policies_have_the_shortest_names_that_tell_them_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a/policy", "b/policy", "b/c", "a/c"):
+        (tmp_path / folder).mkdir(parents=True)
+    for given, names in (
+        (["a/policy"], ["a"]),
+        (["a/policy", "b/policy"], ["a", "b"]),
+        (["a/c", "b/c"], ["a/c", "b/c"]),
+        (["a/c/", "someone/pilot"], ["c", "pilot"]),
+        (["one/pilot", "two/pilot"], ["one/pilot", "two/pilot"]),
+        (["a/policy", "a"], ["a/policy", "a"]),
+        (["a/c", "c"], ["a/c", "c"]),  # the second is no folder here: a name on the Hub
+    ):
+        assert list(cli_evaluate._names(given)) == names
+    monkeypatch.chdir(tmp_path / "a")
+    assert list(cli_evaluate._names(["policy"])) == ["a"]
 
 
 def test_groups_can_be_named_in_a_file(evaluate, world, tmp_path):

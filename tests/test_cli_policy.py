@@ -1,13 +1,14 @@
 """`blockpilot train-policy` on sweeps with a known law, and on one of a tiny saved pair whose policy then decodes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from cli_models import folders, run  # noqa: F401  (fixtures)
 from conftest import make_prompt, plain_generate
 from drafter_texts import make_text
-from sweeps import COSTS, make_rows, make_sweep, save_sweep
+from sweeps import COSTS, SIZES, make_rows, make_sweep, save_sweep
 from transformers import AutoModelForCausalLM
 
 from blockpilot_hf import BlockPilot
@@ -62,7 +63,7 @@ def test_rule_by_seconds_learns_and_says_so_next_to_the_controls(train, swept, t
     assert (config.block_sizes, config.sampling) == ([1, 4, 6], {"temperature": 0.0})
     assert (config.target_name_or_path, config.target_fingerprint) == ("tiny-target", "t" * 16)
     assert (config.drafter_name_or_path, config.drafter_fingerprint) == ("tiny-drafter", "d" * 16)
-    assert read_training_prompts(output / "policy") == {row.prompt_hash[:16] for row in make_rows(60, 0)}
+    assert read_training_prompts(output / "policy").hashes == {row.prompt_hash[:16] for row in make_rows(60, 0)}
 
 
 def test_rule_by_tau_needs_no_costs_and_takes_the_window_around_the_training_size(train, swept):
@@ -155,6 +156,23 @@ def test_what_cannot_work_is_said_before_anything_is_trained(train, swept, tmp_p
         status, _, err, output = train(sweep, *arguments)
         assert (status, message in err) == (2, True), (arguments, err)
         assert not (output / "policy").exists()
+
+
+def test_a_sweep_that_lacks_the_default_window_is_explained(train, tmp_path):
+    rows = make_rows(20, 0)
+    narrow = tuple(size for size in SIZES if size < 6)
+    rows = [replace(row, num_accepted={size: row.num_accepted[size] for size in narrow}) for row in rows]
+    sweep = replace(make_sweep(rows, block_sizes=list(narrow)), block_sizes=narrow)
+    folder = save_sweep(tmp_path / "narrow", sweep)
+    status, _, err, _ = train(folder, "--rule", "tau", priced=False, columns=400)
+    assert status == 2
+    for words in (
+        "The default `--window` of rule 'tau' is 2 to 6, two around the training size 4, and the sweep lacks 6",
+        "`--window 2,3,4,5`", "sweep with `--block-sizes 1-6`",
+    ):  # fmt: skip
+        assert words in err
+    status, _, err, _ = train(folder, "--rule", "tau", "--window", "2,3,4,5", priced=False)
+    assert status == 0, err
 
 
 def test_a_cost_table_without_a_candidate_is_refused(train, swept, tmp_path):

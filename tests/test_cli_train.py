@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -20,8 +21,8 @@ from test_target_states import small_files_only
 from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from blockpilot_hf import BlockPilot, cli
-from blockpilot_hf.drafter_record import read_training_prompts, replay_texts
+from blockpilot_hf import BlockPilot, cli, training_plot
+from blockpilot_hf.drafter_record import TrainingPrompts, read_training_prompts, replay_texts
 from blockpilot_hf.drafter_training import DrafterTrainer
 from blockpilot_hf.loading import load_drafter
 from blockpilot_hf.replay import replay
@@ -398,14 +399,14 @@ def test_a_prompt_that_is_trained_on_is_no_test(run, root, tmp_path):
 
 def test_what_was_trained_on_is_on_record_through_all_drafters_that_it_came_from(run, root, tmp_path, finished):
     trained = {text.prompt_hash[:16] for text in split_by_prompt(read_texts(root / "texts.jsonl"), 20)[0]}
-    assert read_training_prompts(finished / "drafter") == trained
+    assert read_training_prompts(finished / "drafter") == TrainingPrompts(frozenset(trained))
     others = make_texts(make_target("llama"), 5, first_seed=900)
     status, _, _ = run(
         tmp_path / "run", "--init", finished / "drafter", texts=write_texts(tmp_path / "o.jsonl", others), steps=1
     )
     assert status == 0
     expected = trained | {text.prompt_hash[:16] for text in others}
-    assert read_training_prompts(tmp_path / "run" / "drafter") == expected
+    assert read_training_prompts(tmp_path / "run" / "drafter") == TrainingPrompts(frozenset(expected))
     meta = json.loads((tmp_path / "run" / "validation.json").read_text())["meta_info"]
     assert meta["num_training_prompts"] == len(expected) and meta["num_texts"] == 5
     fingerprint = json.loads((finished / "validation.json").read_text())["meta_info"]["drafter_fingerprint"]
@@ -446,7 +447,8 @@ def test_validations_tell_temperatures_apart(run, root, tmp_path):
     for temperature in {one["temperature"] for one in found}:
         own = [one["acceptance_length"] for one in found if one["temperature"] == temperature]
         group = groups.get(f"all, temperature {temperature:g}", groups["all"])
-        assert group == {"acceptance_length": pytest.approx(sum(own) / len(own)), "num_prompts": len(own)}
+        assert group["acceptance_length"] == pytest.approx(sum(own) / len(own))
+        assert group["num_prompts"] == group["num_texts"] == len(own)  # each prompt has one
     assert sum(record["meta_info"]["temperatures"].values()) == 10
 
 
@@ -459,6 +461,26 @@ def test_a_run_is_drawn_and_a_finished_one_only_drawn(run, monkeypatch, tmp_path
     monkeypatch.setattr(DrafterTrainer, "train_step", lambda *args: pytest.fail("trained"))
     status, out, _ = run(tmp_path / "run", "--plot", plot)
     assert status == 0 and "nothing to do" in out and plot.is_file() and stamps(tmp_path / "run") == before
+
+
+def test_a_picture_in_a_new_output_shows_the_final_tau_when_drawn_again_too(run, monkeypatch, tmp_path):
+    drawn, draw = [], training_plot.draw_log
+
+    def watched(log, path, **settings):
+        drawn.append(settings)
+        draw(log, path, **settings)
+
+    monkeypatch.setattr("blockpilot_hf.drafter_run.draw_log", watched)
+    plot = tmp_path / "run" / "plots" / "training.png"
+    assert run(tmp_path / "run", "--plot", plot)[0] == 0 and plot.is_file()
+    record = json.loads((tmp_path / "run" / "validation.json").read_text())
+    final = {"step": 6, "acceptance_length": record["acceptance_length"]}
+    assert [settings["final"] for settings in drawn] == [None, final]  # at step 4 and at the end
+    assert drawn[0]["title"] == "drafter for target, block size 4"
+    plot.unlink()
+    assert run(tmp_path / "run", "--plot", plot)[0] == 0 and plot.is_file()
+    assert drawn[2] == drawn[1]
+    assert [entry["step"] for entry in record["progress"]] == [4, 6]
 
 
 def test_before_it_starts_it_says_what_it_will_take(run, tmp_path):
@@ -495,6 +517,7 @@ def test_a_run_that_memory_will_not_hold_is_refused_before_it_starts(run, monkey
         (["--mixed-precision", "fp16"], {}, "small gradients become 0 without loss scaling"),
         (["--plot", "run.pdf"], {}, "its name must end in .png, got 'run.pdf'"),
         (["--plot", "/no/folder/run.png"], {}, "is in a folder that does not exist"),
+        (["--plot", "{output}/drafter/run.png"], {}, "which training replaces as a whole. Name a file beside it"),
         (["--validation-texts", ".", "--validation-prompts", 3], {}, "takes the place of `--validation-prompts`"),
     ],
 )
@@ -502,6 +525,7 @@ def test_what_is_asked_for_wrongly_is_told_before_the_target_is_loaded(
     run, monkeypatch, tmp_path, arguments, settings, message
 ):
     monkeypatch.setattr("blockpilot_hf.cli_train.load_target", lambda *a, **k: pytest.fail("loaded"))
+    arguments = [str(one).format(output=tmp_path / "run") for one in arguments]
     status, out, err = run(tmp_path / "run", *arguments, **settings)
     assert status in (1, 2) and out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert message in err
@@ -567,3 +591,14 @@ def test_a_disk_that_fills_up_ends_in_one_line(run, tmp_path):
     assert status == 1 and "cannot be written to" in err and err.count("\n") == 1
     assert list((tmp_path / "run" / "states").iterdir()) == []
     assert run(tmp_path / "run")[0] == 0
+
+
+def test_a_start_without_its_prompts_leaves_the_list_incomplete(run, finished, tmp_path):
+    """Else a drafter that was trained on held-out prompts would pass for one that was not."""
+    start = tmp_path / "start"
+    shutil.copytree(finished / "drafter", start)
+    (start / "training_prompts.json").unlink()
+    status, out, _ = run(tmp_path / "run", "--init", start, steps=1)
+    assert status == 0 and "does not say on which prompts it was trained" in " ".join(out.split())
+    prompts = read_training_prompts(tmp_path / "run" / "drafter")
+    assert not prompts.is_complete and prompts.hashes == read_training_prompts(finished / "drafter").hashes

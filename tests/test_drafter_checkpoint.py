@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_target_states import small_files_only
 
 from blockpilot_hf.drafter_checkpoint import (
@@ -142,6 +143,21 @@ def test_a_folder_takes_the_place_of_another_only_when_it_is_whole(tmp_path):
         (beside / "c").write_text("3")
     assert [path.name for path in folder.iterdir()] == ["c"] and find_whole(folder) == folder
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="rights are those of POSIX")
+@pytest.mark.parametrize(("umask", "usual"), [(0o022, 0o644), (0o027, 0o640)])
+def test_files_in_it_can_be_read_by_whom_others_beside_them_can_be(tmp_path, umask, usual):
+    before = os.umask(umask)
+    try:
+        with written_whole(tmp_path / "folder") as beside:
+            save_file({"a": torch.zeros(1)}, beside / "model.safetensors")
+            (beside / "closed").touch(0o600)
+            (beside / "plain").write_text("")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "folder").iterdir()}
+    assert modes == {"model.safetensors": usual, "closed": usual, "plain": usual}
 
 
 def test_the_log_loses_later_steps_and_half_a_line(tmp_path):

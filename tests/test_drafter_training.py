@@ -219,9 +219,9 @@ def test_acceptance_is_told_by_temperature_where_there_are_several(target, texts
     cold, hot = [walk(0.0, 3), walk(0.0, 1)], [walk(0.7, 0)]
     groups = acceptance_groups([*cold, *hot], 4)
     assert set(groups) == {"maths", "all", "all, temperature 0", "all, temperature 0.7"}
-    assert groups["all, temperature 0.7"] == {"acceptance_length": 1.0, "num_prompts": 1}
+    assert groups["all, temperature 0.7"] == {"acceptance_length": 1.0, "num_prompts": 1, "num_texts": 1}
     expected = sum(one.acceptance_length(4) for one in cold) / 2
-    assert groups["all, temperature 0"] == {"acceptance_length": expected, "num_prompts": 2}
+    assert groups["all, temperature 0"] == {"acceptance_length": expected, "num_prompts": 1, "num_texts": 2}
     assert set(acceptance_groups(cold, 4)) == {"maths", "all"}
 
 

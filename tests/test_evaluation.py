@@ -94,6 +94,7 @@ def test_differences_and_shares_are_against_the_rule_of_their_measure(policy):
         assert share == pytest.approx((own - fixed) / (best - fixed))
         full = rules[f"best_per_prompt_{measure}"]["share_of_gain_over_best_constant"][measure]
         assert (full["estimate"], full["low"], full["high"]) == pytest.approx((1.0, 1.0, 1.0))
+        assert full["is_defined"]  # the best size gains much here
         none = rules[f"best_constant_{measure}"]["over_best_constant"][measure]
         assert (none["estimate"], none["low"], none["high"]) == (0.0, 0.0, 0.0)
 
@@ -183,13 +184,25 @@ def test_categories_have_groups_and_others_stand_for_themselves():
 
 def test_the_control_stands_beside_the_gain_of_the_best_size_per_text():
     rows = make_rows(60, 2)
-    (result,) = judge(rows, rows, [Comparison(CANDIDATES)])
+    always_best = [make_row(f"a{i}", KINDS[2]) for i in range(5)]  # so that the best constant is not the training size
+    (result,) = judge(rows, always_best, [Comparison(CANDIDATES)])
     control = result["comparisons"][0]["shuffled"]["tau"]
     best = np.mean([max(row.acceptance_length(b) for b in CANDIDATES) for row in rows])
-    fixed = np.mean([row.acceptance_length(TRAINING_SIZE) for row in rows])
-    assert control["gain"] == pytest.approx(best / fixed - 1)
+    constant = result["comparisons"][0]["best_constant"]["tau"]
+    assert control["reference_block_size"] == constant == 6 != TRAINING_SIZE
+    always = np.mean([row.acceptance_length(constant) for row in rows])
+    assert control["gain"] == pytest.approx(best / always - 1)
     assert control["shuffled"]["low"] <= control["shuffled"]["mean"] <= control["shuffled"]["high"]
     assert control["num_shuffles"] == 50
+
+
+def test_shares_of_no_gain_are_marked():
+    """Where every text does best at one and the same size, there is nothing to take a share of."""
+    rows = [make_row(f"a{i}", KINDS[2], num_new_tokens=13 + i) for i in range(20)]
+    (result,) = judge(rows, rows, [Comparison(CANDIDATES)])
+    rules = result["comparisons"][0]["groups"][ALL]["rules"]
+    assert not rules["random"]["share_of_gain_over_best_constant"]["tau"]["is_defined"]
+    assert rules["random"]["share_of_gain_over_training_size"]["tau"]["is_defined"]
 
 
 def test_what_cannot_be_judged_is_said():

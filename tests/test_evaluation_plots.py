@@ -1,5 +1,7 @@
 """Both pictures show what the results say, and appear whole."""
 
+import copy
+
 import pytest
 from matplotlib.figure import Figure
 from sweeps import COSTS, SIZES, TRAINING_SIZE, make_rows
@@ -47,6 +49,23 @@ def test_a_line_per_group_goes_through_its_acceptance_lengths(results, drawn, tm
         assert lines[label].get_linestyle() == ("-" if name == "all" else ":")  # of 15 prompts no claim is made
     colours = [line.get_color() for label, line in lines.items() if "(" in label]
     assert len(set(colours)) == 4
+
+
+def test_legends_of_all_panels_have_one_order(results, drawn, tmp_path):
+    changed = copy.deepcopy(results)
+    for entry in changed[1]["tau_by_block_size"]["maths"].values():
+        entry["estimate"] += 9  # above all others, in the second panel only
+    draw_tau(changed, TRAINING_SIZE, tmp_path / "tau.png")
+    one, two = ([text.get_text() for text in axes.get_legend().get_texts()] for axes in drawn[0].axes)
+    assert one == two
+    edge = {name: list(by_size.values())[-1]["estimate"] for name, by_size in results[0]["tau_by_block_size"].items()}
+    assert [label.partition(" (")[0] for label in one] == sorted(edge, key=lambda name: -edge[name])
+    assert "dotted" in drawn[0].get_supxlabel()
+    for result in changed:
+        for group in result["comparisons"][0]["groups"].values():
+            group["is_enough"] = True
+    draw_tau(changed, TRAINING_SIZE, tmp_path / "tau.png")
+    assert "dotted" not in drawn[1].get_supxlabel()
 
 
 def test_bars_are_the_shares_of_the_chosen_sizes(results, drawn, tmp_path):

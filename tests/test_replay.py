@@ -256,16 +256,18 @@ def test_steps_walk_from_anchor_to_anchor():
     assert walk.acceptance_length(4) == 9 / 4
 
 
-def test_groups_average_over_prompts():
-    def walk(category, counts):
-        return Replay(Text("", category, (1,), tuple(range(len(counts) + 1))), {4: counts})
+def test_groups_average_over_texts_and_tell_how_many_prompts_they_are_of():
+    def walk(category, counts, prompt=1):
+        return Replay(Text("", category, (prompt,), tuple(range(len(counts) + 1))), {4: counts})
 
-    walks = [walk("b", [0] * 6), walk("a", [3, 0, 0, 0]), walk("b", [1, 0, 1, 0])]
+    walks = [walk("b", [0] * 6), walk("a", [3, 0, 0, 0], prompt=2), walk("b", [1, 0, 1, 0])]
     assert acceptance_by_group(walks, 4) == {
-        "a": {"acceptance_length": 4.0, "num_prompts": 1},
-        "all": {"acceptance_length": (1 + 4 + 2) / 3, "num_prompts": 3},
-        "b": {"acceptance_length": 1.5, "num_prompts": 2},
+        "a": {"acceptance_length": 4.0, "num_prompts": 1, "num_texts": 1},
+        "all": {"acceptance_length": (1 + 4 + 2) / 3, "num_prompts": 2, "num_texts": 3},
+        "b": {"acceptance_length": 1.5, "num_prompts": 1, "num_texts": 2},
     }
     assert acceptance_by_group([], 4) == {}
     # Texts without a category used to be counted twice.
-    assert acceptance_by_group([walk("all", [0, 0])], 4) == {"all": {"acceptance_length": 1.0, "num_prompts": 1}}
+    assert acceptance_by_group([walk("all", [0, 0])], 4) == {
+        "all": {"acceptance_length": 1.0, "num_prompts": 1, "num_texts": 1}
+    }

@@ -92,6 +92,20 @@ def test_the_table_has_every_category_with_its_number_of_prompts_and_all_last(wi
     assert max(map(len, out.getvalue().splitlines())) <= width and "\x1b" not in out.getvalue()
 
 
+def test_texts_have_a_column_where_a_prompt_has_several():
+    def heads_and_last(groups):
+        out = io.StringIO()
+        TrainingDisplay(Console(file=out, width=80, highlight=False), 0, 10).acceptance("tau so far", groups)
+        rows = [line.split() for line in out.getvalue().splitlines() if line.strip()]
+        return rows[1], rows[-1]
+
+    one = {"all": {"acceptance_length": 1.5, "num_prompts": 30, "num_texts": 30}}
+    assert heads_and_last(one) == (["category", "tau", "prompts"], ["all", "1.500", "30"])
+    two = {"code": {"acceptance_length": 2.0, "num_prompts": 9, "num_texts": 9}}
+    two["all"] = {"acceptance_length": 1.5, "num_prompts": 30, "num_texts": 61}
+    assert heads_and_last(two) == (["category", "tau", "prompts", "texts"], ["all", "1.500", "30", "61"])
+
+
 def test_all_by_temperature_stands_below_all():
     out = io.StringIO()
     more = {f"all, temperature {t}": {"acceptance_length": 1.4, "num_prompts": 15} for t in ("1", "0.7")}

@@ -40,7 +40,48 @@ def test_the_picture_shows_what_the_log_says(tmp_path, axes):
     assert lines == {"all": [[100, 1.1], [200, 1.2]], "code": [[100, 2.0], [200, 2.0]]}
     assert set(found["learning rate"].lines[0].get_ydata()) == {1e-3}
     assert set(found["seconds a step"].lines[0].get_ydata()) == {0.5}
-    assert "2 minutes in all" in found["seconds a step"].get_title()
+    assert "0:02:05 in all" in found["seconds a step"].get_title()
+
+
+def test_the_end_is_drawn_apart_in_the_colours_of_the_validations(tmp_path, axes):
+    log = write_log(tmp_path / "log.jsonl", code={"acceptance_length": 2.0, "num_prompts": 2})
+    groups = {name: {"acceptance_length": tau} for name, tau in (("all", 1.4), ("code", 1.9), ("new", 3.0))}
+    draw_log(log, tmp_path / "run.png", final={"step": 250, "acceptance_length": groups})
+    tau = axes()["acceptance length"]
+    ends = {
+        tuple(line.get_xydata()[-1]): line
+        for line in tau.lines
+        if line.get_linestyle() == ":" and len(line.get_xdata())
+    }
+    assert set(ends) == {(250, 1.4), (250, 1.9), (250, 3.0)}
+    assert ends[250, 1.4].get_xydata().tolist() == [[200, 1.2], [250, 1.4]]
+    colours = {line.get_label(): line.get_color() for line in tau.lines}
+    assert [ends[250, value].get_color() for value in (1.4, 1.9, 3.0)] == [colours[n] for n in ("all", "code", "new")]
+    names = [text.get_text() for text in tau.get_legend().get_texts()]
+    assert names == ["new", "code", "all", "at the end, on\nall that is held out"]
+
+
+def test_where_nothing_is_held_out_the_end_has_no_tau(tmp_path, axes):
+    log = write_log(tmp_path / "log.jsonl", validations=())
+    draw_log(log, tmp_path / "run.png", final={"step": 250, "acceptance_length": {}})
+    assert [text.get_text() for text in axes()["acceptance length"].texts] == ["none yet"]
+
+
+def test_missing_folders_are_fine_in_the_output_alone(tmp_path):
+    output = tmp_path / "no" / "drafter"
+    for path in (output / "run.png", output / "plots" / "a" / "run.png", tmp_path / "run.png"):
+        check_plot(path, output)
+    for path in (
+        tmp_path / "no" / "run.png",
+        output / ".." / "else" / "run.png",
+        tmp_path / "no" / "drafter2" / "a.png",
+    ):
+        with pytest.raises(ValueError, match="folder that does not exist"):
+            check_plot(path, output)
+    for path in (output / "drafter" / "run.png", output / "checkpoint" / "a" / "run.png"):
+        with pytest.raises(ValueError, match="which training replaces as a whole"):
+            check_plot(path, output)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_is_a_picture_and_nothing_else_is_left(tmp_path):
@@ -72,13 +113,10 @@ def test_a_log_without_steps_and_a_wrong_name_are_refused(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="holds no step, so there is nothing to draw"):
         draw_log(tmp_path / "log.jsonl", tmp_path / "run.png")
     with pytest.raises(ValueError, match=r"must end in \.png, got 'run\.svg'"):
-        check_plot(type(tmp_path)("run.svg"))
-    with pytest.raises(ValueError, match="folder that does not exist"):
-        check_plot(tmp_path / "no" / "run.png")
-    check_plot(tmp_path / "run.png")
+        check_plot(type(tmp_path)("run.svg"), tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'blockpilot-hf\[train\]'"):
-        check_plot(tmp_path / "run.png")
+        check_plot(tmp_path / "run.png", tmp_path)
 
 
 def test_smoothing_is_the_mean_of_the_last_values():
