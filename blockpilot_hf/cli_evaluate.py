@@ -88,7 +88,7 @@ def evaluate_command(
     trained_for = swept.settings["training_block_size"]
     comparisons = comparisons_of(policies, sizes, trained_for)
     if table is not None:
-        notes += _without_speeds(comparisons, trained_for, table, costs)
+        notes += [*_other_costs(table, costs, swept), *_without_speeds(comparisons, trained_for, table, costs)]
     results = evaluate(
         rows,
         with_steps(trained.rows),
@@ -214,6 +214,16 @@ def _differences(swept: Sweep, trained: Sweep, path: Path) -> list[str]:
     if lost := sorted(set(swept.block_sizes) - set(trained.block_sizes)):
         notes.append(f"{path} has no block sizes {lost}, so they are left out.")
     return notes
+
+
+def _other_costs(table: CostTable, path: Path | None, swept: Sweep) -> list[str]:
+    """Where the table was measured with another target or dtype than those of the sweep."""
+    pairs = [(kind, table.measured_on.get(kind), swept.settings[kind]) for kind in ("target", "dtype")]
+    return [
+        f"{path} was measured with the {kind} {theirs}, the sweep was made with {ours}: speeds are those of {theirs}."
+        for kind, theirs, ours in pairs
+        if theirs is not None and theirs != ours
+    ]
 
 
 def _strangers(policies: dict[str, Any], swept: Sweep) -> list[str]:

@@ -157,6 +157,27 @@ def test_a_missing_list_is_said_and_put_on_record(evaluate, world):
     assert len(record["notes"]) == 2
 
 
+def test_a_list_that_is_not_complete_is_used_and_said(evaluate, world):
+    save_policy(world / "partly", [1, 4])
+    path = world / "partly" / "training_prompts.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "is_complete": False}))
+    status, out, err, record = evaluate("--policy", world / "partly", columns=300)
+    assert status == 0, err
+    assert "policy partly was trained on prompts that its list lacks" in out
+    entry = record["overlap"]["lists"]["policy partly"]
+    assert entry["is_checked"] is False and entry["num_prompts_shared"] == 0 < entry["num_prompts_known"]
+
+
+def test_costs_of_another_target_are_said(evaluate, world):
+    table = CostTable(dict.fromkeys(range(1, 11), 1.0), dict.fromkeys(range(2, 11), 0.1), 8, {"target": "other"})
+    table.save(world / "other.json")
+    status, out, err, _ = evaluate(
+        "--policy", world / "fast", "--costs", world / "other.json", costs=False, columns=300
+    )
+    assert status == 0, err
+    assert "was measured with the target other, the sweep was made with" in out
+
+
 def test_a_policy_of_another_pair_is_warned_of(evaluate, world):
     save_policy(world / "stranger", [1, 4], target="u" * 16)
     status, out, _, record = evaluate("--policy", world / "stranger", columns=300)
