@@ -17,6 +17,7 @@ from blockpilot_hf import BlockPilot
 from blockpilot_hf.embedded import (
     EMBEDDED_DRAFTER_NAME,
     EMBEDDED_MASK_TOKEN_ID,
+    EMBEDDED_PAPER_POLICY_NAME,
     EMBEDDED_POLICY_NAME,
     EMBEDDED_TARGET_LAYER_IDS,
     EMBEDDED_TARGET_NAME,
@@ -37,7 +38,7 @@ def checkout(tmp_path_factory):
     for name in ("blockpilot_hf", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=NO_BUILDS)
     save_embedded_pair(folder / "hub_cards")
-    for name in (EMBEDDED_DRAFTER_NAME, EMBEDDED_POLICY_NAME):
+    for name in (EMBEDDED_DRAFTER_NAME, EMBEDDED_POLICY_NAME, EMBEDDED_PAPER_POLICY_NAME):
         (folder / "hub_cards" / name / "README.md").write_text("A card.")
     return folder
 
@@ -120,7 +121,7 @@ def test_installed_wheel_finds_its_pilot_away_from_the_checkout(wheel, tmp_path)
 @pytest.fixture
 def pair():
     """The folders of the embedded drafter and policy in this checkout."""
-    folders = [ROOT / "hub_cards" / name for name in (EMBEDDED_DRAFTER_NAME, EMBEDDED_POLICY_NAME)]
+    folders = [ROOT / "hub_cards" / name for name in (EMBEDDED_DRAFTER_NAME, EMBEDDED_POLICY_NAME, EMBEDDED_PAPER_POLICY_NAME)]
     missing = [str(folder) for folder in folders if not (folder / "model.safetensors").is_file()]
     if missing:
         pytest.skip(f"the embedded pair is not in this checkout: no weights in {missing}")
