@@ -44,7 +44,7 @@ from blockpilot_hf import (
     DFlashDraftModel,
     custom_generate_dir,
 )
-from blockpilot_hf.embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_POLICY_NAME
+from blockpilot_hf.embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDED_POLICY_NAME
 from blockpilot_hf.features import policy_features
 from blockpilot_hf.parity import ScriptedDrafter
 
@@ -256,11 +256,12 @@ def sorting_policy(
 
 
 def save_embedded_pair(hub_cards: Path, *, block_size: int = 3) -> tuple[Path, Path]:
-    """A tiny drafter in bfloat16 and its policy, in the folders and under the names of the embedded ones."""
+    """A tiny drafter in bfloat16 and its policies, in the folders and under the names of the embedded ones."""
     folders = hub_cards / EMBEDDED_DRAFTER_NAME, hub_cards / EMBEDDED_POLICY_NAME
     drafter = make_drafter(make_target(), policy=f"../{EMBEDDED_POLICY_NAME}")
     drafter.to(torch.bfloat16).save_pretrained(folders[0])
-    constant_policy(block_size).save_pretrained(folders[1])
+    for folder in (folders[1], hub_cards / EMBEDDED_PAPER_POLICY_NAME):
+        constant_policy(block_size).save_pretrained(folder)
     return folders
 
 

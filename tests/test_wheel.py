@@ -121,7 +121,9 @@ def test_installed_wheel_finds_its_pilot_away_from_the_checkout(wheel, tmp_path)
 @pytest.fixture
 def pair():
     """The folders of the embedded drafter and policy in this checkout."""
-    folders = [ROOT / "hub_cards" / name for name in (EMBEDDED_DRAFTER_NAME, EMBEDDED_POLICY_NAME, EMBEDDED_PAPER_POLICY_NAME)]
+    folders = [
+        ROOT / "hub_cards" / name for name in (EMBEDDED_DRAFTER_NAME, EMBEDDED_POLICY_NAME, EMBEDDED_PAPER_POLICY_NAME)
+    ]
     missing = [str(folder) for folder in folders if not (folder / "model.safetensors").is_file()]
     if missing:
         pytest.skip(f"the embedded pair is not in this checkout: no weights in {missing}")
@@ -129,7 +131,7 @@ def pair():
 
 
 def test_this_checkout_holds_the_embedded_pair(pair):
-    drafter, policy = pair
+    drafter, policy, _ = pair
     for folder in pair:
         assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in folder.iterdir()}
     assert sum(path.stat().st_size for folder in pair for path in folder.rglob("*")) < 30_000_000
