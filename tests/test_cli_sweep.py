@@ -117,12 +117,14 @@ def test_an_interrupted_sweep_ends_with_130_and_goes_on(swept, monkeypatch):
 
 def test_two_processes_give_what_one_gives(swept, folders, texts_file, tmp_path):
     one = read_sweep(swept()[3])
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-m", "blockpilot_hf.cli", "sweep", str(texts_file), "--output", str(tmp_path / "two")]
     command += ["--target", str(folders / "target"), "--drafter", str(folders / "drafter"), "--block-sizes", "1-4"]
     started = [
         subprocess.Popen(
             command,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+            # Another number of threads sums in another order.
+            env={**os.environ, **threads, "RANK": str(rank), "WORLD_SIZE": "2"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
