@@ -11,7 +11,6 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from .embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDED_POLICY_NAME
-from .evaluation import ENOUGH_PROMPTS
 from .evaluation_display import (
     CONTROL_NOTE,
     choices_table,
@@ -21,6 +20,7 @@ from .evaluation_display import (
     rules_table,
     temperature_name,
 )
+from .evaluation_rules import ENOUGH_PROMPTS
 
 _BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DATASETS = ["openai/gsm8k"]

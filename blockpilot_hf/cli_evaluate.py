@@ -13,9 +13,10 @@ from .cli_console import Screen, progress_bar
 from .cli_policy import Resamples, SweepFolder, check_same_pair, run_info, show
 from .costs import CostTable
 from .drafter_record import TrainingPrompts, package_versions, read_training_prompts
-from .evaluation import GROUPS, Comparison, comparisons_of, evaluate, group_of, overlapping
+from .evaluation import comparisons_of, evaluate, overlapping
 from .evaluation_display import policy_label
 from .evaluation_plots import CHOICES_PLOT, TAU_PLOT, draw_choices, draw_tau
+from .evaluation_rules import GROUPS, Comparison, group_of
 from .json_lines import write_json
 from .loading import embedded_drafter_dir, load_policy
 from .policy_training import policy_choices, with_steps

@@ -16,8 +16,9 @@ from .cli_console import Screen, progress_bar
 from .costs import CostTable, measure_costs
 from .drafter_checkpoint import written_whole
 from .drafter_record import package_versions, write_training_prompts
-from .evaluation import Comparison, evaluate, overlapping
+from .evaluation import evaluate, overlapping
 from .evaluation_display import Table, told
+from .evaluation_rules import Comparison
 from .json_lines import write_json
 from .policy_training import (
     PolicyTrainingConfig,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .evaluation import ALL, ENOUGH_PROMPTS, MEASURES, has_clear_gain, reference_rule
+from .evaluation_rules import ALL, ENOUGH_PROMPTS, MEASURES, has_clear_gain, reference_rule
 
 NONE = "-"
 _BY = {"tau": "tau", "speedup": "time"}

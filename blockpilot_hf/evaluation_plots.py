@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .evaluation import ALL
+from .evaluation_rules import ALL
 from .units import require_extra
 
 TAU_PLOT = "tau_by_block_size.png"

@@ -5,7 +5,8 @@ import pytest
 from sweeps import CATEGORIES, COSTS, KINDS, SIZES, TRAINING_SIZE, make_row, make_rows
 
 from blockpilot_hf.costs import CostTable
-from blockpilot_hf.evaluation import ALL, Comparison, comparisons_of, evaluate, group_of
+from blockpilot_hf.evaluation import comparisons_of, evaluate
+from blockpilot_hf.evaluation_rules import ALL, Comparison, group_of
 from blockpilot_hf.policy_training import PolicyTrainingConfig, policy_choices, train_policy, window
 
 CANDIDATES = (1, 4, 6)

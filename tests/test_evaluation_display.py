@@ -5,7 +5,7 @@ import copy
 import pytest
 from sweeps import COSTS, SIZES, TRAINING_SIZE, make_rows
 
-from blockpilot_hf.evaluation import ALL, Comparison, evaluate, has_clear_gain
+from blockpilot_hf.evaluation import evaluate
 from blockpilot_hf.evaluation_display import (
     Table,
     choices_table,
@@ -19,6 +19,7 @@ from blockpilot_hf.evaluation_display import (
     summary_table,
     told,
 )
+from blockpilot_hf.evaluation_rules import ALL, Comparison, has_clear_gain
 from blockpilot_hf.policy_training import PolicyTrainingConfig, train_policy
 
 

@@ -7,8 +7,9 @@ from matplotlib.figure import Figure
 from sweeps import COSTS, SIZES, TRAINING_SIZE, make_rows
 
 from blockpilot_hf import evaluation_plots
-from blockpilot_hf.evaluation import Comparison, evaluate
+from blockpilot_hf.evaluation import evaluate
 from blockpilot_hf.evaluation_plots import draw_choices, draw_tau
+from blockpilot_hf.evaluation_rules import Comparison
 from blockpilot_hf.policy_training import PolicyTrainingConfig, train_policy
 
 

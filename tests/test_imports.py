@@ -49,6 +49,7 @@ ORDER = [
     "drafter_run",
     "intervals",
     "policy_training",
+    "evaluation_rules",
     "evaluation",
     "evaluation_display",
     "evaluation_plots",
