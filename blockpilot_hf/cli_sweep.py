@@ -1,7 +1,6 @@
 """`blockpilot sweep`: the steps that decoding takes at every block size, from the target's own texts. And
 `blockpilot check-replay`: the same by decoding, to see that they agree and what is saved."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from .cli_common import (
 )
 from .cli_console import Screen, held_notes, units_bar
 from .display import counted
-from .json_lines import append_line
+from .json_lines import append_line, read_lines
 from .prompts import Prompt, encode_prompt, read_prompts
 from .sweep import Sweep, write_sweep
 from .sweep_check import ReplayCheck, check_replay
@@ -287,17 +286,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _read_checks(path: Path, run: dict[str, Any]) -> dict[str, tuple[list[ReplayCheck], float, Any]]:
-    """Results of an earlier call with the same settings; a line cut off by a kill is left out."""
+    """Results of an earlier call with the same settings."""
     known = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found = entry.get("run") if isinstance(entry, dict) else None
-        if found != run:
-            other = {k: found.get(k) for k in run if found.get(k) != run[k]} if isinstance(found, dict) else found
-            raise ValueError(f"{path} holds results of other settings ({other}). Name another file with `--output`.")
+    for entry in read_lines(path, run):
         for check in entry["checks"]:
             for name in ("decoded", "replayed"):
                 check[name] = {int(size): steps for size, steps in check[name].items()}

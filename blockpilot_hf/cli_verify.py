@@ -1,6 +1,5 @@
 """`blockpilot verify`: is the output plain `generate`'s own? Prompt by prompt, for several block sizes."""
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +26,7 @@ from .cli_common import (
 )
 from .cli_console import Screen
 from .display import counted, identity_words
-from .json_lines import append_line
+from .json_lines import append_line, read_lines
 from .parity import Comparison, compare_prompt
 from .prompts import Prompt, encode_prompt, read_prompts
 
@@ -149,17 +148,9 @@ def _block_size(text: str) -> int | None:
 
 
 def _read_results(path: Path, run: dict[str, Any]) -> Results:
-    """Results of an earlier call with the same settings; a line cut off by a kill is left out."""
+    """Results of an earlier call with the same settings."""
     known: Results = {}
     names = set(Comparison.__dataclass_fields__)
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found = entry.get("run") if isinstance(entry, dict) else None
-        if found != run:
-            other = {k: found.get(k) for k in run if found.get(k) != run[k]} if isinstance(found, dict) else found
-            raise ValueError(f"{path} holds results of other settings ({other}). Name another file with `--output`.")
+    for entry in read_lines(path, run):
         known[entry["prompt"], entry["block_size"]] = Comparison(**{k: v for k, v in entry.items() if k in names})
     return known

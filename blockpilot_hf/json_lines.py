@@ -17,6 +17,30 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
         file.write((json.dumps(entry) + "\n").encode())
 
 
+def read_lines(path: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
+    """
+    Objects of an earlier call, none if the file is not there; a line cut off by a kill is left out.
+
+    Args:
+        run (`dict`): Settings of this call, which each of them has under `run`.
+
+    Raises:
+        `ValueError`: if they are of other settings.
+    """
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found = entry.get("run") if isinstance(entry, dict) else None
+        if found != run:
+            other = {k: found.get(k) for k in run if found.get(k) != run[k]} if isinstance(found, dict) else found
+            raise ValueError(f"{path} holds results of other settings ({other}). Name another file with `--output`.")
+        entries.append(entry)
+    return entries
+
+
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """One object, under its name only when whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,4 +49,4 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     os.replace(beside, path)
 
 
-__all__ = ["append_line", "write_json"]
+__all__ = ["append_line", "read_lines", "write_json"]
