@@ -102,6 +102,12 @@ def train_drafter(
     mixed_precision: Annotated[
         str, typer.Option(metavar="no|bf16", help="bf16: the drafter's passes in bfloat16, weights in float32.")
     ] = _Recipe.mixed_precision,
+    min_token_count: Annotated[
+        int,
+        typer.Option(
+            min=1, help="The drafter learns and proposes only tokens that occur so often in the texts' answers."
+        ),
+    ] = _Recipe.min_token_count,
     seed: Annotated[int, typer.Option(help="Of start, order and anchors.")] = _Recipe.seed,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Train on that many texts, a like share of every category.")
@@ -182,6 +188,7 @@ def train_drafter(
             block_sizes=mixed,
             distillation=distillation,
             mixed_precision=mixed_precision,
+            min_token_count=min_token_count,
             seed=seed,
         )
         if mixed is not None and size not in mixed:

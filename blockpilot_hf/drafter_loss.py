@@ -84,7 +84,8 @@ class DrafterLoss:
         if self.config.distillation > 0:
             soft = F.cross_entropy(logits, teacher, reduction="none")
             loss = self.config.distillation * soft + (1 - self.config.distillation) * hard
-        return (loss * weights).sum() / weights.sum(), int(used.sum())
+        # No position is used where all that could be drafted is too rare to be learned.
+        return (loss * weights).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny), int(used.sum())
 
     def _draw_block_size(self, generator: torch.Generator) -> int:
         sizes = self.config.block_sizes

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -90,7 +91,7 @@ class DrafterTrainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.occurring = torch.tensor(sorted({i for text in texts for i in text.answer_ids}))
+        self.occurring = torch.tensor(_occurring(texts, config.min_token_count))
         self.compute_loss = DrafterLoss(target, drafter, config, self.occurring, self.read_states)
         self._order: tuple[int, list[int]] = (-1, [])
         self._validated: set[int] = set()
@@ -270,6 +271,17 @@ def acceptance_groups(replays: Sequence[Replay], block_size: int) -> dict[str, d
         same = [one for one in replays if one.text.temperature == temperature]
         groups[f"all, temperature {temperature:g}"] = acceptance_by_group(same, block_size)["all"]
     return groups
+
+
+def _occurring(texts: Sequence[Text], min_count: int) -> list[int]:
+    counts = Counter(i for text in texts for i in text.answer_ids)
+    tokens = sorted(i for i, count in counts.items() if count >= min_count)
+    if not tokens:
+        raise ValueError(
+            f"No token occurs {min_count} times in the training answers; the commonest occurs "
+            f"{max(counts.values())} times. Lower `min_token_count`, or give more texts."
+        )
+    return tokens
 
 
 def _generator(seed: int, stream: int, index: int) -> torch.Generator:

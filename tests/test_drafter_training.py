@@ -494,3 +494,20 @@ def test_states_are_read_by_the_layers_of_the_drafter(target, texts, tmp_path):
     trainer = make_trainer(target, texts, tmp_path)
     assert isinstance(trainer.read_states, TargetStatesReader)
     assert trainer.read_states.target_layer_ids == trainer.drafter.config.target_layer_ids
+
+
+def test_tokens_below_the_least_count_are_neither_learned_nor_proposed(target, tmp_path):
+    common, rare = Text("1", "all", (1, 2, 3), (5, 6, 5, 6, 5)), Text("2", "all", (1, 2, 4), (7, 8, 9))
+    drafter = drafter_from_target(target, mask_token_id=63, num_layers=1, block_size=4)
+    config = DrafterTrainingConfig(steps=2, anchors_per_sequence=6, min_token_count=2)
+    trainer = DrafterTrainer(target, drafter, [common, rare], [], config, tmp_path)
+    assert trainer.occurring.tolist() == [5, 6]
+    # All of the second text is too rare: it teaches nothing, and breaks nothing.
+    loss, num_positions = trainer.loss(rare, torch.Generator().manual_seed(0))
+    assert loss.item() == 0 and num_positions == 0
+    assert train(trainer) and all(p.isfinite().all() for p in trainer.drafter.parameters())
+
+
+def test_a_least_count_that_no_token_reaches_is_refused(target, texts, tmp_path):
+    with pytest.raises(ValueError, match=r"No token occurs 1000 times .* Lower `min_token_count`"):
+        make_trainer(target, texts, tmp_path, min_token_count=1000)
