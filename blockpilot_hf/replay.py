@@ -18,6 +18,7 @@ import torch
 from .checks import vocab_rows
 from .parallel_drafting import Blocks, DraftContext, draft_blocks, embed_noise
 from .texts import Text
+from .verification import propose
 
 # Of one size, in one text and pass.
 _ANCHORS_AT_ONCE = 128
@@ -25,6 +26,8 @@ _ANCHORS_AT_ONCE = 128
 _POSITIONS_AT_ONCE = 2048
 # Of the contexts in one batch of texts, padding included.
 _CONTEXT_AT_ONCE = 8192
+# Where the head is asked for whole distributions.
+_HEAD_ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,14 @@ class Replay:
         text (`Text`): The text.
         num_accepted (`dict[int, list[int]]`):
             By block size, for each answer token but the last as anchor, how many drafted tokens would be accepted.
+        confidence (`dict[int, torch.FloatTensor]`, *optional*):
+            By block size, the drafter's probability of each drafted token `(num_anchors, block_size - 1)`; 0 where it
+            is not asked.
     """
 
     text: Text
     num_accepted: dict[int, list[int]]
+    confidence: dict[int, torch.Tensor] | None = None
 
     def steps(self, block_size: int) -> list[int]:
         """
@@ -66,7 +73,13 @@ class Replay:
 
 @torch.no_grad()
 def replay(
-    target: Any, drafter: Any, text: Text, context_hidden_states: torch.Tensor, block_sizes: Sequence[int]
+    target: Any,
+    drafter: Any,
+    text: Text,
+    context_hidden_states: torch.Tensor,
+    block_sizes: Sequence[int],
+    *,
+    with_confidence: bool = False,
 ) -> Replay:
     """
     Accepted counts of `text` after every anchor of its answer, at each block size above 1.
@@ -75,6 +88,7 @@ def replay(
         context_hidden_states (`torch.FloatTensor` of shape `(length, hidden_size * num_taps)`):
             The target's states of the text, in the target's dtype.
         block_sizes (`Sequence[int]`): 1 is plain decoding and needs no drafter pass.
+        with_confidence (`bool`, *optional*, defaults to `False`): Also the drafter's confidence. Takes longer.
 
     Returns:
         [`Replay`]
@@ -82,6 +96,7 @@ def replay(
     sizes = sorted({size for size in block_sizes if size > 1})
     first, end = len(text.prompt_ids), len(text.ids) - 1
     counts: dict[int, list[int]] = {size: [] for size in sizes}
+    confidence = {size: torch.zeros(max(0, end - first), size - 1) for size in sizes} if with_confidence else None
     if sizes and first < end:
         context = DraftContext.of(drafter, context_hidden_states[:end])
         judge = _Judge(target, drafter, context_hidden_states.dtype)
@@ -90,9 +105,12 @@ def replay(
             anchors = range(first, int(min(end, max(first, judge.limit - size + 1))))
             for start in range(0, len(anchors), _ANCHORS_AT_ONCE):
                 blocks = [(anchor, size) for anchor in anchors[start : start + _ANCHORS_AT_ONCE]]
-                counts[size] += judge([text.ids], context, [blocks])[0]
+                found = judge([text.ids], context, [blocks], with_confidence=with_confidence)
+                counts[size] += found.num_accepted[0]
+                if confidence is not None and found.confidence is not None:
+                    confidence[size][start : start + len(blocks)] = found.confidence
             counts[size] += [0] * (end - first - len(anchors))
-    return Replay(text=text, num_accepted=counts)
+    return Replay(text=text, num_accepted=counts, confidence=confidence)
 
 
 @torch.no_grad()
@@ -168,10 +186,18 @@ def _walk_batch(
             context = context.rows([in_batch.index(row) for row in busy])
             in_batch = busy
         found = judge([texts[row].ids for row in busy], context, [blocks[row] for row in busy])
-        for row, accepted in zip(busy, found, strict=True):
+        for row, accepted in zip(busy, found.num_accepted, strict=True):
             for (anchor, size), count in zip(blocks[row], accepted, strict=True):
                 # The last token is always the target's own pick.
                 counts[row][size].append(min(count, len(texts[row].ids) - 2 - anchor))
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """The accepted count of each block by row, and the confidence `(num_blocks, longest - 1)` if it was asked for."""
+
+    num_accepted: list[list[int]]
+    confidence: torch.Tensor | None = None
 
 
 class _Judge:
@@ -195,15 +221,14 @@ class _Judge:
         ids: Sequence[tuple[int, ...]],
         context: DraftContext,
         rows: Sequence[Sequence[tuple[int, int]]],
-    ) -> list[list[int]]:
+        *,
+        with_confidence: bool = False,
+    ) -> _Judged:
         """
         Args:
             ids (`Sequence[tuple[int, ...]]`): Tokens of each row's text.
             context ([`DraftContext`]): A row for each.
             rows: Blocks of each row, as [`Blocks.of`] takes them.
-
-        Returns:
-            `list[list[int]]`: the accepted count of each block.
         """
         device = self.drafter.device
         blocks = Blocks.of(rows, device)
@@ -224,10 +249,17 @@ class _Judge:
         starts = torch.tensor(places, device=device)
         noise_ids.view(-1)[starts] = torch.tensor([i for row_ids in anchor_ids for i in row_ids], device=device)
         states = draft_blocks(self.drafter, context, blocks, embed_noise(self.drafter, self.embedding, noise_ids))
-        accepted = self._count(states.flatten(0, 1), starts, sizes, torch.tensor(expected, device=device))
-        return [[accepted.pop(0) for _ in found] for found in rows]
+        judge = self._count_all if with_confidence else self._count
+        accepted, confidence = judge(states.flatten(0, 1), starts, sizes, torch.tensor(expected, device=device))
+        return _Judged([[accepted.pop(0) for _ in found] for found in rows], confidence)
 
-    def _count(self, states: torch.Tensor, starts: torch.Tensor, sizes: list[int], expected: torch.Tensor) -> list[int]:
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        drafted = states.to(self.head_device, self.head_dtype)
+        return self.drafter.draft_logits(drafted, self.head)[:, : self.num_ids]
+
+    def _count(
+        self, states: torch.Tensor, starts: torch.Tensor, sizes: list[int], expected: torch.Tensor
+    ) -> tuple[list[int], None]:
         """The head is much of the cost, and nothing counts after the first token that differs."""
         lengths = torch.tensor(sizes, device=states.device)
         accepted = torch.zeros_like(lengths)
@@ -236,11 +268,27 @@ class _Judge:
             alive = alive[lengths[alive] > k]
             if len(alive) == 0:
                 break
-            drafted = states[starts[alive] + k].to(self.head_device, self.head_dtype)
-            logits = self.drafter.draft_logits(drafted, self.head)[:, : self.num_ids]
-            alive = alive[logits.argmax(-1).to(alive.device) == expected[alive, k - 1]]
+            picks = self._logits(states[starts[alive] + k]).argmax(-1)
+            alive = alive[picks.to(alive.device) == expected[alive, k - 1]]
             accepted[alive] += 1
-        return accepted.tolist()
+        return accepted.tolist(), None
+
+    def _count_all(
+        self, states: torch.Tensor, starts: torch.Tensor, sizes: list[int], expected: torch.Tensor
+    ) -> tuple[list[int], torch.Tensor]:
+        """With the confidence in every drafted token, also after the first one that differs."""
+        offsets = torch.arange(1, max(sizes), device=states.device)
+        is_drafted = offsets < torch.tensor(sizes, device=states.device)[:, None]
+        places = (starts[:, None] + offsets)[is_drafted]
+        drafts = [propose(self._logits(states[part])[None]) for part in places.split(_HEAD_ROWS_AT_ONCE)]
+        drafted = torch.full_like(expected, -1).masked_scatter(
+            is_drafted, torch.cat([draft.token_ids[0] for draft in drafts]).to(expected.device)
+        )
+        confidence = torch.zeros(expected.shape, device=states.device).masked_scatter(
+            is_drafted, torch.cat([draft.confidence[0] for draft in drafts]).to(states.device)
+        )
+        is_right = (drafted == expected) & is_drafted
+        return is_right.long().cumprod(-1).sum(-1).tolist(), confidence.cpu()
 
 
 def check_replayable(drafter: Any) -> None:
