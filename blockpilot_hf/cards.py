@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from .costs import CostTable
 from .embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDED_POLICY_NAME
 from .evaluation_display import (
     CONTROL_NOTE,
@@ -255,19 +256,20 @@ def _checked(record: dict[str, Any]) -> str:
 def _costs(costs: dict[str, Any] | None) -> str:
     if costs is None:
         return ""
-    sizes = sorted(map(int, costs["verify_s"]))
+    table = CostTable.from_dict(costs)
+    sizes = sorted(table.verify_s)
     prices = _table(
         ["block size", *map(str, sizes)],
         [
-            ["verify, ms", *(f"{costs['verify_s'][str(size)] * 1e3:.1f}" for size in sizes)],
-            ["draft, ms", *(f"{costs['draft_s'][str(size)] * 1e3:.1f}" if size > 1 else "-" for size in sizes)],
+            ["verify, ms", *(f"{table.verify_at(size) * 1e3:.1f}" for size in sizes)],
+            ["draft, ms", *(f"{table.draft_at(size) * 1e3:.1f}" if size > 1 else "-" for size in sizes)],
         ],
     )
-    machine = costs["measured_on"]
+    machine, length = table.key, table.reference_length
     return f"""
 ## Costs
 
-Medians on {machine["num_threads"]} threads of {machine["device"]} in {machine["dtype"]}, {costs["context_length"]} tokens of context, torch {machine["torch"]}:
+Medians on {machine["num_threads"]} threads of {machine["device"]} in {machine["dtype"]}, {length} tokens of context, torch {machine["torch"]}:
 
 {prices}
 

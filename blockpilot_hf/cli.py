@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging
 
+from .cli_calibrate import calibrate_command
 from .cli_common import package_version
 from .cli_evaluate import evaluate_command
 from .cli_generate import generate
@@ -47,6 +48,7 @@ app.command("prepare", short_help="Have a target answer prompts.")(prepare)
 app.command("train-drafter", short_help="Train a drafter for a target.")(train_drafter)
 app.command("sweep", short_help="What every block size would have accepted on texts.")(sweep)
 app.command("check-replay", short_help="Is a sweep what decoding does?")(check_replay_command)
+app.command("calibrate", short_help="Measure what passes cost here, for decisions.")(calibrate_command)
 app.command("train-policy", short_help="Train a policy on a sweep.")(train_policy_command)
 app.command("evaluate", short_help="What policies are worth on prompts that no training saw.")(evaluate_command)
 

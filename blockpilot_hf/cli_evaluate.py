@@ -2,15 +2,26 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .cli_common import EMBEDDED, check_names
+from .cli_common import EMBEDDED, Dtype, Limit, NewTokens, Packing, Target, Temperature, check_names
 from .cli_console import Screen, progress_bar
 from .cli_policy import Resamples, SweepFolder, check_same_pair, run_info, show
+from .cli_throughput import (
+    Fixed,
+    Objective,
+    Question,
+    Repeats,
+    TimedOutput,
+    TimedPrompts,
+    Timing,
+    check_objective,
+    load_tables,
+    throughput,
+)
 from .costs import CostTable
 from .drafter_record import TrainingPrompts, package_versions, read_training_prompts
 from .evaluation import comparisons_of, evaluate, overlapping
@@ -40,9 +51,15 @@ def evaluate_command(
     policy: Annotated[
         list[str] | None, typer.Option(help="Policy: folder or Hub id. May be given several times.", metavar="NAME")
     ] = None,
+    objective: Objective = "tau",
     costs: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Cost table.", show_default="none, and no speeds are told"),
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Cost table. With --objective throughput it may be given several times.",
+            show_default="none, and no speeds are told",
+        ),
     ] = None,
     drafter: Annotated[
         str | None,
@@ -65,31 +82,88 @@ def evaluate_command(
     ] = None,
     bootstrap: Resamples = 10_000,
     shuffles: Annotated[int, typer.Option(min=1, help="Shuffles of the control.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of resamples and shuffles.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of resamples, shuffles and timed calls.")] = 0,
+    fixed: Fixed = None,
+    timed: TimedPrompts = None,
+    timed_output: TimedOutput = None,
+    target: Target = None,
+    dtype: Dtype = "auto",
+    pack: Packing = True,
+    limit: Limit = None,
+    max_new_tokens: NewTokens = 96,
+    temperature: Temperature = 0.0,
+    repeats: Repeats = 1,
 ) -> None:
     """
     Judge policies on SWEEP next to the size that the drafter was trained for, the best constant size, a random one and
-    the best one per text. Prompts that a training saw are refused.
+    the best one per text. Prompts that a training saw are refused. With --objective throughput also in flight, and with
+    --timed in real calls; target, dtype, limit, new tokens, temperature and repeats are for these.
     """
-    if output is not None:
+    check_objective(objective, costs or [], fixed, timed, output, timed_output)
+    if output is not None and objective == "tau":
         require_extra("matplotlib")
+    if timed is not None:
+        check_names(target, drafter, None, dtype)
+        drafter = drafter or EMBEDDED
     for given in policy or []:
         check_names(None, None, given, "auto")
     check_names(None, drafter, None, "auto")
     mapping = _read_groups(groups) if groups else {name: list(members) for name, members in GROUPS.items()}
-    table = CostTable.load(costs) if costs else None
+    tables = load_tables(costs or [])
     policies = {name: load_policy(given) for name, given in _names(policy or []).items()}
     swept, trained = read_sweep(sweep), read_sweep(train)
     check_same_pair(swept, trained, train)
     notes = [*_differences(swept, trained, train), *_strangers(policies, swept)]
-    rows, overlap, more = _held_out(swept, trained, train, _names(policy or []), drafter, drop=drop_overlap)
+    lists = _training_lists(trained, train, _names(policy or []), drafter)
+    rows, overlap, more = _held_out(swept, lists, drop=drop_overlap)
     notes += more
+    paths = costs or []
+    for path, one in zip(paths, tables.values(), strict=True):
+        notes += _other_costs(one, path, swept)
+    if objective == "throughput":
+        timing = None
+        if timed is not None:
+            timing = Timing(
+                prompts=timed,
+                output=timed_output or Path(output or ".") / f"timed-{dtype}.jsonl",
+                target=target,
+                drafter=drafter,
+                dtype=dtype,
+                pack=pack,
+                limit=limit,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                repeats=repeats,
+                seed=seed,
+            )
+        throughput(
+            Question(
+                swept=swept,
+                trained=trained,
+                rows=rows,
+                policies=policies,
+                described={name: _described(one) for name, one in policies.items()},
+                groups=mapping,
+                overlap=overlap,
+                notes=notes,
+                known={name: one.hashes for name, one in lists.items() if one is not None},
+                drop_overlap=drop_overlap,
+                num_resamples=bootstrap,
+                seed=seed,
+            ),
+            tables,
+            fixed=fixed,
+            output=output,
+            timing=timing,
+        )
+        return
 
+    table = next(iter(tables.values()), None)
     sizes = [size for size in swept.block_sizes if size in trained.block_sizes]
     trained_for = swept.settings["training_block_size"]
     comparisons = comparisons_of(policies, sizes, trained_for)
     if table is not None:
-        notes += [*_other_costs(table, costs, swept), *_without_speeds(comparisons, trained_for, table, costs)]
+        notes += _without_speeds(comparisons, trained_for, table, paths[0])
     results = evaluate(
         rows,
         with_steps(trained.rows),
@@ -132,7 +206,7 @@ def evaluate_command(
                 },
                 "overlap": overlap,
                 "notes": notes,
-                "costs": asdict(table) if table else None,
+                "costs": table.to_dict() if table else None,
                 "results": results,
                 "per_prompt": _per_prompt(rows, sizes, policies, mapping),
             },
@@ -166,9 +240,7 @@ def _names(given: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _without_speeds(
-    comparisons: Sequence[Comparison], trained_for: int, table: CostTable, path: Path | None
-) -> list[str]:
+def _without_speeds(comparisons: Sequence[Comparison], trained_for: int, table: CostTable, path: Path) -> list[str]:
     """Which comparisons a cost table leaves without speeds, and where a whole one comes from."""
     notes = []
     for one in comparisons:
@@ -217,9 +289,10 @@ def _differences(swept: Sweep, trained: Sweep, path: Path) -> list[str]:
     return notes
 
 
-def _other_costs(table: CostTable, path: Path | None, swept: Sweep) -> list[str]:
+def _other_costs(table: CostTable, path: Path, swept: Sweep) -> list[str]:
     """Where the table was measured with another target or dtype than those of the sweep."""
-    pairs = [(kind, table.measured_on.get(kind), swept.settings[kind]) for kind in ("target", "dtype")]
+    measured_on = {**table.key, "target": table.measured.get("target", table.key.get("target"))}
+    pairs = [(kind, measured_on.get(kind), swept.settings[kind]) for kind in ("target", "dtype")]
     return [
         f"{path} was measured with the {kind} {theirs}, the sweep was made with {ours}: speeds are those of {theirs}."
         for kind, theirs, ours in pairs
@@ -242,8 +315,20 @@ def _strangers(policies: dict[str, Any], swept: Sweep) -> list[str]:
     return notes
 
 
+def _training_lists(
+    trained: Sweep, train: Path, policies: dict[str, str], drafter: str | None
+) -> dict[str, TrainingPrompts | None]:
+    """Prompts that were trained on, by whom; `None` where that is not known."""
+    of_sweep = TrainingPrompts(frozenset(row.prompt_hash[:16] for row in trained.rows))
+    lists: dict[str, TrainingPrompts | None] = {f"training sweep {train}": of_sweep}
+    lists |= {f"policy {name}": read_training_prompts(given) for name, given in policies.items()}
+    folder = embedded_drafter_dir() if drafter == EMBEDDED else drafter
+    lists[f"drafter {drafter}" if drafter else "drafter"] = read_training_prompts(folder) if folder else None
+    return lists
+
+
 def _held_out(
-    swept: Sweep, trained: Sweep, train: Path, policies: dict[str, str], drafter: str | None, *, drop: bool
+    swept: Sweep, lists: dict[str, TrainingPrompts | None], *, drop: bool
 ) -> tuple[list[SweepRow], dict[str, Any], list[str]]:
     """
     The rows to judge on, the record of what they were compared with, and notes.
@@ -251,11 +336,6 @@ def _held_out(
     Raises:
         `ValueError`: for prompts that were trained on, unless they are to be dropped.
     """
-    of_sweep = TrainingPrompts(frozenset(row.prompt_hash[:16] for row in trained.rows))
-    lists: dict[str, TrainingPrompts | None] = {f"training sweep {train}": of_sweep}
-    lists |= {f"policy {name}": read_training_prompts(given) for name, given in policies.items()}
-    folder = embedded_drafter_dir() if drafter == EMBEDDED else drafter
-    lists[f"drafter {drafter}" if drafter else "drafter"] = read_training_prompts(folder) if folder else None
     rows = with_steps(swept.rows)
     record: dict[str, Any] = {"lists": {}, "num_prompts_dropped": 0}
     notes, found = [], {}

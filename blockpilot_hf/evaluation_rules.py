@@ -93,12 +93,12 @@ class Judged:
                 measured["speedup"] = (self.tau * self.gain, tau_chosen_on * self.gain)
             rules, constants = {"training_size": self._always(training_block_size)}, {}
             for measure, (_, on_train) in measured.items():
-                mean = _by_prompt(on_train[:, places], numbers).mean(0)
+                mean = by_prompt(on_train[:, places], numbers).mean(0)
                 constants[measure] = comparison.block_sizes[int(mean.argmax())]
                 rules[f"best_constant_{measure}"] = self._always(constants[measure])
             rules["random"] = np.zeros_like(self.tau)
             rules["random"][:, places] = 1 / len(places)
-            choices = {name: policy_choices(policy, rows) for name, policy in comparison.policies.items()}
+            choices = {name: policy_choices(policy, rows, costs) for name, policy in comparison.policies.items()}
             for name, picked in choices.items():
                 rules[f"policy {name}"] = self._one_hot([sizes.index(size) for size in picked])
             for measure, (value, _) in measured.items():
@@ -143,21 +143,21 @@ class Judged:
         numbers = np.array(prompt_numbers(chosen))
         tau, steps = self.tau[of_rows], self.steps[of_rows]
         tokens = np.array([row.num_new_tokens - 1 for row in chosen], dtype=float)
-        columns = {"tokens": _by_prompt(tokens, numbers, total=True)}
+        columns = {"tokens": by_prompt(tokens, numbers, total=True)}
         statistics: dict[tuple[Any, ...], Statistic] = {}
         for place, size in enumerate(self.sizes):
-            columns[f"size {size}"] = _by_prompt(tau[:, place], numbers)
+            columns[f"size {size}"] = by_prompt(tau[:, place], numbers)
             statistics["size", size] = _mean(f"size {size}")
         for i, rules in enumerate(self.rules):
             for rule, choice in rules.items():
                 picked = choice[of_rows]
                 column = f"{i} {rule}"
-                columns[f"{column} tau"] = _by_prompt((picked * tau).sum(1), numbers)
-                columns[f"{column} steps"] = _by_prompt((picked * steps).sum(1), numbers, total=True)
+                columns[f"{column} tau"] = by_prompt((picked * tau).sum(1), numbers)
+                columns[f"{column} steps"] = by_prompt((picked * steps).sum(1), numbers, total=True)
                 if "speedup" in self.best_constants[i]:
                     # A size that is not priced is never picked, and 0 * nan would be nan.
                     speed = np.where(picked > 0, picked * tau * self.gain, 0.0).sum(1)
-                    columns[f"{column} speedup"] = _by_prompt(speed, numbers)
+                    columns[f"{column} speedup"] = by_prompt(speed, numbers)
                 statistics.update(self._statistics(i, rule))
         found = bootstrap_intervals(columns, statistics, num_resamples=num_resamples, seed=seed)
         counts = {"num_prompts": int(numbers.max()) + 1, "num_texts": len(chosen)}
@@ -233,7 +233,7 @@ def taus(rows: Sequence[SweepRow], sizes: Sequence[int]) -> np.ndarray:
     return np.array([[row.acceptance_length(size) for size in sizes] for row in rows])
 
 
-def _by_prompt(values: np.ndarray, numbers: np.ndarray, *, total: bool = False) -> np.ndarray:
+def by_prompt(values: np.ndarray, numbers: np.ndarray, *, total: bool = False) -> np.ndarray:
     """Mean, or sum, over the texts of every prompt: `(num_texts, ...)` to `(num_prompts, ...)`."""
     sums = np.zeros((int(numbers.max()) + 1, *values.shape[1:]))
     np.add.at(sums, numbers, values)
@@ -263,6 +263,7 @@ __all__ = [
     "REFERENCES",
     "Comparison",
     "Judged",
+    "by_prompt",
     "group_of",
     "has_clear_gain",
     "reference_rule",

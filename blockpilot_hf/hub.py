@@ -1,12 +1,11 @@
 """Folders in the shape of Hub repositories, assembled from this package's own files, and where they are kept."""
 
 import hashlib
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import constants
+from .costs import blockpilot_cache_dir
 
 # The modules that travel: they import only torch, transformers and each other, one relative level deep.
 RECIPE_MODULES = (
@@ -16,25 +15,19 @@ RECIPE_MODULES = (
     "modeling_dflash",
     "configuration_blockpilot",
     "features",
+    "costs",
+    "default_costs",
     "modeling_blockpilot",
     "trace",
     "verification",
     "checks",
+    "flight",
     "candidate_generator",
     "decoding",
     "batching",
     "loading",
     "generate",
 )
-
-
-def blockpilot_cache_dir() -> Path:
-    """
-    This package's part of the Hugging Face cache. `HF_HOME` is looked up at every call: it may be set after the first
-    import of a library that reads it.
-    """
-    home = os.environ.get("HF_HOME")
-    return Path(os.path.expandvars(home) if home else constants.HF_HOME).expanduser() / "blockpilot"
 
 
 def custom_generate_dir() -> str:

@@ -12,9 +12,9 @@ from blockpilot_hf.sweep import Sweep, SweepRow
 TRAINING_SIZE = 4
 SIZES = (1, 2, 3, 4, 5, 6)
 COSTS = CostTable(
-    verify_s={1: 1.0, 2: 1.05, 3: 1.1, 4: 1.2, 5: 1.3, 6: 1.4},
-    draft_s={2: 0.2, 3: 0.2, 4: 0.25, 5: 0.25, 6: 0.3},
-    context_length=8,
+    context_lengths=(8,),
+    verify_s={1: (1.0,), 2: (1.05,), 3: (1.1,), 4: (1.2,), 5: (1.3,), 6: (1.4,)},
+    draft_s={2: (0.2,), 3: (0.2,), 4: (0.25,), 5: (0.25,), 6: (0.3,)},
 )
 CATEGORIES = ("gsm8k", "humaneval", "other")
 
@@ -56,15 +56,22 @@ def make_row(name, accepted, *, num_new_tokens=25, prompt_id=None, **fields):
 KINDS = ({}, {2: 1, 3: 2, 4: 3, 5: 2, 6: 1}, {2: 1, 3: 2, 4: 3, 5: 4, 6: 5})
 
 
-def make_rows(number, seed=0, *, tells=True, temperatures=(0.0,), with_logits=False):
-    """Rows of three kinds; some features (or a logit) say which, if it `tells`. One text per prompt and temperature."""
+def make_rows(number, seed=0, *, tells=True, temperatures=(0.0,), with_logits=False, context_size=None):
+    """
+    Rows of three kinds; some features (or a logit) say which, if it `tells`. One text per prompt and temperature. With
+    a `context_size` it is the first two numbers of the context that tell, and no feature.
+    """
     draw = random.Random(seed)
     rows = []
     for i in range(number):
         kind = draw.randrange(3)
         for temperature in temperatures:
             features = [draw.gauss(0, 1) for _ in range(NUM_COMPACT_FEATURES)]
-            if tells:
+            context = None
+            if context_size is not None:
+                context = [draw.gauss(0, 1) for _ in range(context_size)]
+                context[:2] = [2.0 * kind * tells + draw.gauss(0, 0.3) for _ in range(2)]
+            elif tells:
                 features[3:9] = [-30 + 2.0 * kind + draw.gauss(0, 0.3) for _ in range(6)]
             features[-3:] = [temperature, 0.0, 1.0]
             name = f"{seed}-{i}"
@@ -77,6 +84,7 @@ def make_rows(number, seed=0, *, tells=True, temperatures=(0.0,), with_logits=Fa
                     category=CATEGORIES[i % 3],
                     temperature=temperature,
                     features=tuple(features),
+                    context=None if context is None else tuple(context),
                     logits=logits,
                 )
             )
@@ -112,8 +120,9 @@ def save_sweep(folder, sweep):
         {**asdict(row), "num_accepted": [list(row.num_accepted[size]) for size in sweep.block_sizes]}
         for row in sweep.rows
     ]
-    if all(row.logits is None for row in sweep.rows):
-        entries = [{key: value for key, value in entry.items() if key != "logits"} for entry in entries]
+    for name in ("context", "logits"):
+        if all(getattr(row, name) is None for row in sweep.rows):
+            entries = [{key: value for key, value in entry.items() if key != name} for entry in entries]
     datasets.disable_progress_bars()
     datasets.Dataset.from_list(entries).save_to_disk(folder)
     (folder / "settings.json").write_text(json.dumps(sweep.settings))

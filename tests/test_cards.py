@@ -17,8 +17,8 @@ NAMES = (EMBEDDED_POLICY_NAME, EMBEDDED_PAPER_POLICY_NAME)
 def hub_cards(tmp_path_factory):
     """Two policies with their records, made by the commands."""
     root = tmp_path_factory.mktemp("cards")
-    table = json.loads(json.dumps(COSTS.__dict__))
-    table["measured_on"] = {"num_threads": 2, "device": "cpu", "dtype": "float32", "torch": "2"}
+    table = COSTS.to_dict()
+    table["key"] = {"num_threads": 2, "device": "cpu", "dtype": "float32", "torch": "2"}
     (root / "costs.json").write_text(json.dumps(table))
     save_sweep(root / "train", make_sweep(make_rows(60, 0)))
     save_sweep(root / "test", make_sweep(make_rows(40, 1, temperatures=(0.0, 1.0))))

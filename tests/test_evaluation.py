@@ -153,9 +153,9 @@ def test_the_best_constant_is_chosen_on_texts_of_the_same_temperature():
 
 def test_without_prices_only_acceptance_lengths_are_told():
     rows = make_rows(20, 7)
-    some = CostTable(verify_s={1: 1.0, 4: 1.2, 6: 1.4}, draft_s={4: 0.2, 6: 0.3}, context_length=8)
+    some = CostTable((8,), verify_s={1: (1.0,), 4: (1.2,)}, draft_s={4: (0.2,)})
     for costs in (None, some):
-        (result,) = judge(rows, rows, [Comparison(CANDIDATES), Comparison(tuple(window(TRAINING_SIZE)))], costs)
+        (result,) = judge(rows, rows, [Comparison((1, 2, 4)), Comparison(tuple(window(TRAINING_SIZE)))], costs)
         by_tau = result["comparisons"][1]
         assert list(by_tau["groups"][ALL]["rules"]) == [
             "training_size",

@@ -57,7 +57,7 @@ def test_home_may_be_given_with_a_tilde(tmp_path, monkeypatch):
 
 
 def test_without_the_variable_the_folder_lies_where_the_library_keeps_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub.constants, "HF_HOME", str(tmp_path / "constant"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "constant"))
     for unset in (lambda: monkeypatch.delenv("HF_HOME", raising=False), lambda: monkeypatch.setenv("HF_HOME", "")):
         unset()
         assert hub.blockpilot_cache_dir() == tmp_path / "constant" / "blockpilot"
