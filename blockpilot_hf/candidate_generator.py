@@ -1,9 +1,10 @@
 """`BlockPilotCandidateGenerator`: everything on the draft side of one call, for one row.
 
 It owns the drafter's cache and the context that the drafter has not seen yet, asks the policy for the block size once
-after the prefill, and drafts blocks. It is a transformers `CandidateGenerator`, so it also works in place of the stock
-one in assisted decoding. It never touches the target's cache, processors or criteria, and leaves drafter, policy and
-target as they are: a second call starts from a second object.
+after the prefill, drafts blocks, and in flight lets every step decide how much to draft and to verify. It is a
+transformers `CandidateGenerator`, so it also works in place of the stock one in assisted decoding. It never touches the
+target's cache, processors or criteria, and leaves drafter, policy and target as they are: a second call starts from a
+second object.
 """
 
 from typing import Any
@@ -16,10 +17,17 @@ from transformers.cache_utils import DFlashCache
 from transformers.generation import CandidateGenerator
 from transformers.utils import logging
 
-from .checks import check_block_size, check_drafter, check_pair, check_policy, check_states, vocab_rows
+from .checks import check_adapt, check_block_size, check_drafter, check_pair, check_policy, check_states, vocab_rows
+from .costs import CostTable
+from .default_costs import costs_for
+from .features import projected_context
+from .flight import Flight
 from .verification import DraftBlock, DraftSampling, propose
 
 logger = logging.get_logger(__name__)
+
+# Tokens of a plain stretch whose states wait for the drafter before it takes them in.
+_CHUNK = 64
 
 
 class BlockPilotCandidateGenerator(CandidateGenerator):
@@ -30,6 +38,10 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         generation_config (`GenerationConfig`): Of this call, with `max_length` set.
         policy (`BlockPilotPolicy`, *optional*): Chooses the block size after the prefill.
         block_size (`int`, *optional*): Fixes the block size; goes before the policy.
+        adapt (`str`, *optional*, defaults to `"prompt"`):
+            `"prompt"`: one block size for the whole answer. `"flight"`: each step decides how much to draft and to
+            verify, from what was accepted so far.
+        costs ([`CostTable`], *optional*): Seconds of passes; by default [`costs_for`] the pair, where they are needed.
         draft_sampling (`bool`, *optional*, defaults to `False`):
             Draw the drafted tokens from the drafter's distribution when sampling, instead of taking its argmax.
 
@@ -47,10 +59,13 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         *,
         policy: Any = None,
         block_size: int | None = None,
+        adapt: str = "prompt",
+        costs: CostTable | None = None,
         draft_sampling: bool = False,
     ):
         check_drafter(drafter)
         check_pair(target, drafter)
+        check_adapt(adapt, block_size)
         if block_size is not None:
             check_block_size(block_size)
             block_size = int(block_size)  # numpy's integers are no sizes to slice with
@@ -63,6 +78,9 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         self.block_size: int = block_size  # type: ignore[assignment]  # `None` until `choose`
         self.scores: dict[int, float] | None = None
         self.reason = "fixed by the caller"
+        self.costs = costs
+        self.adapt = adapt
+        self._flight: Flight | None = None
         self._sampling = _draft_sampling(generation_config) if draft_sampling else None
         self._limits = position_limits(target)
         self._cache = DFlashCache(config=drafter.config)
@@ -72,13 +90,14 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         self._num_context = 0  # tokens whose states are known: the position of the anchor
         self._offset = 0  # of the target's position of the anchor from that number
         self._head_dtype: torch.dtype | None = None
+        self._last_step = 1, False  # of stock assisted decoding: verified width, and whether there was a draft
         if block_size is not None:
             self._warn_if_above_training()
 
     @property
     def needs_context(self) -> bool:
-        """Whether the target's hidden states are wanted: not for plain decoding."""
-        return self.block_size != 1
+        """Whether the target's hidden states are wanted: not where plain decoding is all that will come."""
+        return self.block_size != 1 or self.adapt == "flight"
 
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
@@ -90,31 +109,71 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
             else {}
         )
 
-    def choose(self, logits: torch.Tensor) -> int:
+    def choose(
+        self,
+        logits: torch.Tensor,
+        hidden_states: tuple[torch.Tensor | None, ...] | None = None,
+        prompt_length: int | None = None,
+    ) -> int:
         """
-        Fix the block size of the call, once, from the prefill.
+        Fix the block size of the call, once, from the prefill. In flight it is only where decisions start from: what a
+        curve head predicts is their prior, and a policy that names one size for all steps is not asked.
 
         Args:
             logits (`torch.FloatTensor` of shape `(1, vocab_size)`): Raw target logits at the last prompt position.
+            hidden_states (`tuple[torch.FloatTensor]`, *optional*):
+                `(1, width, hidden_size)` per captured layer, the last prompt position at the end: for policies that
+                read the drafter's context.
+            prompt_length (`int`, *optional*): Costs are looked up there.
         """
-        if self.block_size is None and self.policy is not None:
-            config = self.generation_config
-            choice = self.policy.choose(
-                logits,
-                temperature=(1.0 if config.temperature is None else config.temperature) if config.do_sample else 0.0,
-                top_k=config.top_k if config.do_sample else None,
-                top_p=config.top_p if config.do_sample else None,
-            )
+        if self.block_size is not None:
+            return self.block_size
+        prior = None
+        predicts_curve = getattr(getattr(self.policy, "config", None), "head", "") == "curve"
+        if self.adapt == "flight" or predicts_curve:
+            self.costs = self.costs or costs_for(self.target, self.drafter)
+        if self.policy is not None and (self.adapt == "prompt" or predicts_curve):
+            choice = self._ask_policy(logits, hidden_states, prompt_length)
             self.block_size, self.scores, self.reason = choice.block_size, choice.scores, choice.reason
+            prior = getattr(choice, "acceptance_lengths", None)
             check_block_size(self.block_size)
-            self._warn_if_above_training()
-        elif self.block_size is None:
+        else:
             self.block_size = self.drafter.config.block_size
             self.reason = "no policy: the block size of the drafter's training"
-            logger.warning_once(
-                f"No policy given or named by the drafter: every prompt uses its block size {self.block_size}."
-            )
+            if self.policy is not None:
+                self.reason = "in flight a policy that names one size is not asked: the drafter's training's"
+            elif self.adapt == "prompt":
+                logger.warning_once(
+                    f"No policy given or named by the drafter: every prompt uses its block size {self.block_size}."
+                )
+        if self.adapt == "flight":
+            self._take_off(prior)
+        self._warn_if_above_training()
         return self.block_size
+
+    def _ask_policy(
+        self, logits: torch.Tensor, hidden_states: tuple[torch.Tensor | None, ...] | None, prompt_length: int | None
+    ) -> Any:
+        config = self.generation_config
+        settings: dict[str, Any] = {
+            "temperature": (1.0 if config.temperature is None else config.temperature) if config.do_sample else 0.0,
+            "top_k": config.top_k if config.do_sample else None,
+            "top_p": config.top_p if config.do_sample else None,
+        }
+        if getattr(self.policy.config, "head", "") == "curve":
+            settings["costs"] = self.costs
+            settings["context_length"] = prompt_length
+        if getattr(self.policy.config, "features", "") == "compact+context":
+            assert hidden_states is not None, "the prefill's states are captured where a drafter reads them"
+            taps = [hidden_states[i + 1][:, -1] for i in self.drafter.config.target_layer_ids]
+            joined = torch.cat([tap.to(self._device, self._dtype) for tap in taps], dim=-1)
+            settings["context"] = projected_context(self.drafter, joined)
+        return self.policy.choose(logits, **settings)
+
+    def _take_off(self, prior: dict[int, float] | None) -> None:
+        """Blocks may be as large as the policy's candidates; without one, as the drafter was trained for."""
+        sizes = sorted(prior) if prior else _sizes_up_to(self.block_size)
+        self._flight = Flight(self.costs, sizes, prior=prior)
 
     def observe(self, hidden_states: tuple[torch.Tensor | None, ...], kept: torch.Tensor | int) -> None:
         """
@@ -134,10 +193,54 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         context = torch.cat([tap.to(self._device, self._dtype) for tap in picked], dim=-1)
         self._pending.append(context)
         self._num_context += context.shape[1]
+        if self._flight is not None and len(self._pending) >= _CHUNK and not hasattr(self.drafter, "draft_block"):
+            # A stretch of plain steps: states are wide, what the drafter keeps of them is not.
+            self._pass_drafter(self._noise_embeds(self._no_anchor, 1))
 
     def locate_anchor(self, position: int) -> None:
         """Say at which position the target counts the anchor: users may give positions of their own."""
         self._offset = position - self._num_context
+
+    def plan(self, remaining: int) -> tuple[int, str]:
+        """
+        Positions to verify in the next step before anything is drafted, and why they are fewer than the block size. In
+        flight this decides the block size too.
+
+        Args:
+            remaining (`int`): Tokens left in the budget; a step commits at most as many as it verifies.
+        """
+        if self._flight is None:
+            return self.verify_width(remaining)
+        limit = getattr(self.drafter.config, "max_position_embeddings", None)
+        self.block_size, reason = self._flight.draft_size(
+            remaining, self._num_context, largest=None if limit is None else limit - self._num_context
+        )
+        return (1, reason) if self.block_size == 1 else self.verify_width(remaining)
+
+    def trim(self, draft: DraftBlock, width: int, reason: str) -> tuple[int, str]:
+        """
+        How many of the positions to verify now that the draft is there: in flight as many as pay.
+
+        Args:
+            draft ([`DraftBlock`]): What [`draft_block`] gave.
+            width (`int`): What [`plan`] gave, with its reason.
+        """
+        if self._flight is None:
+            return width, reason
+        pays = self._flight.verify_width(draft.confidence[0].tolist(), width)
+        return (pays, "trimmed to what pays") if pays < width else (width, reason)
+
+    def learn(self, verify_width: int, num_accepted: int, *, was_drafted: bool) -> None:
+        """
+        Take in how a step went.
+
+        Args:
+            verify_width (`int`): Positions that the target checked.
+            num_accepted (`int`): Drafted tokens that it accepted.
+            was_drafted (`bool`): Whether there was a draft.
+        """
+        if self._flight is not None:
+            self._flight.learn(verify_width, num_accepted, was_drafted=was_drafted)
 
     def verify_width(self, remaining: int) -> tuple[int, str]:
         """
@@ -176,15 +279,24 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         Returns:
             [`DraftBlock`] with `block_size - 1` tokens.
         """
-        context = torch.cat(self._pending, dim=1) if len(self._pending) != 1 else self._pending[0]
-        self._pending = []
         if hasattr(self.drafter, "draft_block"):
+            context, self._pending = self._joined_context(), []
             return self.drafter.draft_block(anchor_ids, context, position=self._num_context, block_size=self.block_size)
-        width, num_new = self.block_size, context.shape[1]
+        width = self.block_size
+        outputs = self._pass_drafter(self._noise_embeds(anchor_ids, width))
+        # Two dimensions: a batch-1 slice keeps the stride of the whole block, and a matmul on it leaves the fast path.
+        logits = self._logits(outputs.last_hidden_state[:, 1:].flatten(0, 1))
+        return propose(logits.view(anchor_ids.shape[0], width - 1, -1), self._sampling)
+
+    @torch.no_grad()
+    def _pass_drafter(self, noise_embeds: torch.Tensor) -> Any:
+        """A block `(1, width, hidden_size)` through the drafter, which takes in the context that waits for it."""
+        context, self._pending = self._joined_context(), []
+        width, num_new = noise_embeds.shape[1], context.shape[1]
         position_ids = torch.arange(self._num_cached, self._num_cached + num_new + width, device=self._device)
         self._cache.set_previous_accepted_tokens(num_new)
         outputs = self.drafter(
-            noise_embeds=self._noise_embeds(anchor_ids, width),
+            noise_embeds=noise_embeds,
             context_hidden_states=context,
             position_ids=position_ids.unsqueeze(0),
             attention_mask=None,
@@ -193,9 +305,10 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         # The block's own keys and values go; the context's stay for the next block.
         self._cache.crop(-width)
         self._num_cached += num_new
-        # Two dimensions: a batch-1 slice keeps the stride of the whole block, and a matmul on it leaves the fast path.
-        logits = self._logits(outputs.last_hidden_state[:, 1:].flatten(0, 1))
-        return propose(logits.view(anchor_ids.shape[0], width - 1, -1), self._sampling)
+        return outputs
+
+    def _joined_context(self) -> torch.Tensor:
+        return torch.cat(self._pending, dim=1) if len(self._pending) != 1 else self._pending[0]
 
     def _noise_embeds(self, anchor_ids: torch.LongTensor, width: int) -> torch.Tensor:
         mask_ids = anchor_ids.new_full((anchor_ids.shape[0], width - 1), self.drafter.config.mask_token_id)
@@ -222,6 +335,11 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
             )
 
     @property
+    def _no_anchor(self) -> torch.Tensor:
+        """Stands where a pass is made for its context alone."""
+        return torch.tensor([[self.drafter.config.mask_token_id]], device=self._device)
+
+    @property
     def _device(self) -> torch.device:
         return self.drafter.device
 
@@ -244,20 +362,33 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         if is_first_iteration:
             return input_ids, None
         if self._num_context == 0:
-            self.choose(model_outputs.logits[:, -1])
+            self.choose(model_outputs.logits[:, -1], model_outputs.hidden_states, input_ids.shape[1] - 1)
             mask = (model_kwargs or {}).get("attention_mask")
             prompt_length = input_ids.shape[1] - 1
             self.observe(model_outputs.hidden_states, prompt_length if mask is None else mask[0, :prompt_length].bool())
         else:
             self.observe(model_outputs.hidden_states, int(n_last_matches) + 1)
-        width, _ = self.verify_width(self.generation_config.max_length - input_ids.shape[1])
+        width, reason = self.plan(self.generation_config.max_length - input_ids.shape[1])
+        self._last_step = width, width > 1
         if width == 1:
             return input_ids, None
         draft = self.draft_block(input_ids[:, -1:])
+        width, _ = self.trim(draft, width, reason)
+        self._last_step = width, True
         return torch.cat([input_ids, draft.token_ids[:, : width - 1].to(input_ids.device)], dim=-1), None
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to learn yet: the block size stays what it is over a call."""
+        """In flight, how the step went is evidence for the next one."""
+        width, was_drafted = self._last_step
+        self.learn(width, int(num_matches), was_drafted=was_drafted)
+
+
+def _sizes_up_to(largest: int) -> list[int]:
+    """Few sizes, each about half of the next: a draft may be verified in part."""
+    sizes = [largest]
+    while sizes[0] > 2:
+        sizes.insert(0, max(2, sizes[0] // 2))
+    return sizes
 
 
 def _draft_sampling(config: GenerationConfig) -> DraftSampling | None:

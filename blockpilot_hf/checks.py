@@ -18,6 +18,21 @@ logger = logging.get_logger(__name__)
 _OTHER_PROPOSERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
 
 
+# "prompt": one block size for the whole answer. "flight": each step decides anew.
+ADAPT = ("prompt", "flight")
+
+
+def check_adapt(adapt: Any, block_size: Any = None) -> None:
+    """Raise if `adapt` is no way to decide, or one that goes against a block size fixed by the same caller."""
+    if adapt is not None and adapt not in ADAPT:
+        raise ValueError(f"`adapt` must be one of {', '.join(map(repr, ADAPT))}, got {adapt!r}.")
+    if adapt == "flight" and block_size is not None:
+        raise ValueError(
+            f"`adapt='flight'` decides the block size at every step, and `block_size={block_size}` fixes it. Give one "
+            "of the two."
+        )
+
+
 def check_block_size(block_size: Any) -> None:
     if isinstance(block_size, bool) or not isinstance(block_size, Integral) or block_size < 1:
         raise ValueError(
@@ -234,6 +249,14 @@ def check_policy(policy: Any, target: Any, drafter: Any) -> None:
             f"The policy reads the logits of {config.vocab_size} tokens, the target has {num_logits}. Use the policy "
             "that was made for this target, or pass `policy=False`."
         )
+    if getattr(config, "features", None) == "compact+context":
+        size = getattr(drafter.config, "hidden_size", None)
+        if not hasattr(drafter, "fc") or not hasattr(drafter, "hidden_norm") or size != config.context_size:
+            raise ValueError(
+                f"The policy reads the context of {config.context_size} numbers that a DFlash drafter makes with its "
+                f"layers `fc` and `hidden_norm`, and the drafter is a {type(drafter).__name__} with `hidden_size` "
+                f"{size}. Use the policy that was made for this drafter, or pass `policy=False`."
+            )
     _warn_other_name("policy", getattr(config, "target_name_or_path", None), target)
     _warn_other_name("policy", getattr(config, "drafter_name_or_path", None), drafter)
 

@@ -38,6 +38,8 @@ class Answer:
             "text": self.text,
             "block_size": trace.block_size,
             "reason": trace.reason,
+            "adapt": trace.adapt,
+            "costs": trace.costs,
             "scores": {str(size): score for size, score in (trace.scores or {}).items()},
             "acceptance_length": trace.acceptance_length,
             "num_prompt_tokens": self.num_prompt_tokens,

@@ -12,6 +12,7 @@ import transformers
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from .checks import ADAPT
 from .cli_console import progress_bar
 from .embedded import load_embedded_target, native_dtype, untrained_drafter
 from .generate import BlockPilot
@@ -41,6 +42,22 @@ Policy = Annotated[
         help="Policy: folder, Hub id, or 'none' for the drafter's block size.",
         show_default="the one that the drafter names",
         metavar="NAME",
+    ),
+]
+Adapt = Annotated[
+    str,
+    typer.Option(
+        help="prompt: one block size for the whole answer. flight: each step decides how much to draft and to verify.",
+        metavar="|".join(ADAPT),
+    ),
+]
+Costs = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="What passes cost: a file that `blockpilot calibrate --output` wrote.",
+        show_default="what it keeps for this pair and machine, else a default for the kind of device",
     ),
 ]
 Dtype = Annotated[
@@ -118,7 +135,15 @@ def load_target(target: str | None, dtype: str = "auto", *, pack: bool = True) -
         return model, AutoTokenizer.from_pretrained(target)
 
 
-def load_pilot(drafter: str | None, policy: str | None, target: Any, *, pack: bool = True) -> BlockPilot:
+def load_pilot(
+    drafter: str | None,
+    policy: str | None,
+    target: Any,
+    *,
+    pack: bool = True,
+    adapt: str = "prompt",
+    costs: Path | None = None,
+) -> BlockPilot:
     """
     A pilot for a loaded target.
 
@@ -126,6 +151,7 @@ def load_pilot(drafter: str | None, policy: str | None, target: Any, *, pack: bo
         drafter (`str`, *optional*): What `--drafter` takes; the embedded one by default.
         policy (`str`, *optional*): Folder, Hub id, or `none`; by default the one that the drafter names.
         pack (`bool`): `False` keeps the embedded drafter's linear layers as torch has them.
+        adapt, costs: As in [`BlockPilot`].
 
     Raises:
         `ValueError`: for a share out of range, and for a policy or drafter that is none.
@@ -137,16 +163,17 @@ def load_pilot(drafter: str | None, policy: str | None, target: Any, *, pack: bo
     elif policy is not None:
         with _naming("--policy", policy):
             chosen = load_policy(policy)
+    how: dict[str, Any] = {"adapt": adapt, "costs": costs}
     if drafter in (None, EMBEDDED):
-        pilot = BlockPilot.from_pretrained(policy=chosen, dtype=target.dtype, pack=None if pack else False)
+        pilot = BlockPilot.from_pretrained(policy=chosen, dtype=target.dtype, pack=None if pack else False, **how)
         pilot.drafter.to(target.device)
         return pilot
     if _is_scripted(drafter):
-        return BlockPilot(ScriptedDrafter(target, accuracy=_share(drafter)), chosen)
+        return BlockPilot(ScriptedDrafter(target, accuracy=_share(drafter)), chosen, **how)
     if drafter == "untrained":
-        return BlockPilot(untrained_drafter(target), chosen)
+        return BlockPilot(untrained_drafter(target), chosen, **how)
     with _naming("--drafter", drafter):
-        return BlockPilot(load_drafter(drafter, dtype=target.dtype).to(target.device), chosen)
+        return BlockPilot(load_drafter(drafter, dtype=target.dtype).to(target.device), chosen, **how)
 
 
 def sampling_settings(temperature: float) -> dict[str, Any]:

@@ -11,9 +11,12 @@ import torch
 import typer
 from transformers.generation.streamers import BaseStreamer
 
+from .checks import check_adapt
 from .cli_answers import Answer, answer_name, record_of, summary_of
 from .cli_common import (
     EMBEDDED,
+    Adapt,
+    Costs,
     Drafter,
     Dtype,
     Limit,
@@ -38,6 +41,7 @@ from .display import (
     are_accepted,
     block_size_line,
     counted,
+    flight_line,
     identity_words,
     shortened,
     speed_line,
@@ -65,6 +69,8 @@ def generate(
     drafter: Drafter = None,
     policy: Policy = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Fix the block size; 1 is plain decoding.")] = None,
+    adapt: Adapt = "prompt",
+    costs: Costs = None,
     system: Annotated[
         str | None, typer.Option(help="System message.", show_default="that of the target's chat template")
     ] = None,
@@ -92,9 +98,10 @@ def generate(
 ) -> None:
     """Answer each PROMPT, streamed, and say which block size was used and how many drafted tokens were accepted."""
     check_names(target, drafter, policy, dtype)
+    check_adapt(adapt, block_size)
     chosen = _chosen_prompts(prompt or [], prompts, limit, samples)
     model, tokenizer = load_target(target, dtype, pack=pack)
-    pilot = load_pilot(drafter, policy, model, pack=pack)
+    pilot = load_pilot(drafter, policy, model, pack=pack, adapt=adapt, costs=costs)
     screen = Screen(Marks.NONE if quiet and marks == Marks.AUTO else marks, is_quiet=quiet)
     settings = {**sampling_settings(temperature), "max_new_tokens": max_new_tokens}
     answering = _Answering(model, tokenizer, pilot, screen, system, block_size, seed, settings)
@@ -153,6 +160,8 @@ class _Answering:
             text, trace = self._stream(input_ids)
         self._show_marks(trace)
         self.screen.line(block_size_line(trace))
+        if trace.adapt == "flight":
+            self.screen.line(flight_line(trace))
         self.screen.line(acceptance_line(trace))
         measured = None
         if repeats:

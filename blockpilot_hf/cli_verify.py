@@ -7,8 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from .checks import check_adapt
 from .cli_common import (
     EMBEDDED,
+    Adapt,
+    Costs,
     Drafter,
     Dtype,
     Limit,
@@ -30,6 +33,8 @@ from .json_lines import append_line, read_lines
 from .parity import Comparison, compare_prompt
 from .prompts import Prompt, encode_prompt, read_prompts
 
+_SIZES = "1,2,3,4,6,8,policy"
+
 Results = dict[tuple[str, int | None], Comparison]
 
 
@@ -43,11 +48,17 @@ def verify(
         ),
     ],
     block_sizes: Annotated[
-        str, typer.Option(help="Comma-separated sizes; 'policy' lets the policy choose.")
-    ] = "1,2,3,4,6,8,policy",
+        str | None,
+        typer.Option(
+            help="Comma-separated sizes; 'policy' lets the policy choose, and each step with --adapt flight.",
+            show_default=f"{_SIZES}; with --adapt flight: policy",
+        ),
+    ] = None,
     target: Target = None,
     drafter: Drafter = None,
     policy: Policy = None,
+    adapt: Adapt = "prompt",
+    costs: Costs = None,
     limit: Limit = None,
     max_new_tokens: NewTokens = 64,
     temperature: Temperature = 0.0,
@@ -61,7 +72,9 @@ def verify(
 ) -> None:
     """Compare with plain generate, prompt by prompt. Ends with status 1 if rounding does not explain a difference."""
     check_names(target, drafter, policy, dtype)
-    sizes = list(dict.fromkeys(_block_size(size.strip()) for size in block_sizes.split(",")))
+    check_adapt(adapt)
+    named = ("policy" if adapt == "flight" else _SIZES) if block_sizes is None else block_sizes
+    sizes = list(dict.fromkeys(_block_size(size.strip()) for size in named.split(",")))
     chosen = read_prompts(prompts, limit)
     settings = {**sampling_settings(temperature), "max_new_tokens": max_new_tokens}
     run = {
@@ -69,6 +82,7 @@ def verify(
         "target": target,
         "drafter": drafter or EMBEDDED,
         "policy": policy,
+        **({} if adapt == "prompt" else {"adapt": adapt, "costs": costs and costs.name}),
         "dtype": dtype,
         "pack": pack,
         "seed": seed,
@@ -78,7 +92,7 @@ def verify(
     pending = [prompt for prompt in chosen if any((prompt.id, size) not in known for size in sizes)]
     if pending:
         model, tokenizer = load_target(target, dtype, pack=pack)
-        pilot = load_pilot(drafter, policy, model, pack=pack)
+        pilot = load_pilot(drafter, policy, model, pack=pack, adapt=adapt, costs=costs)
         for prompt in progress_bar(pending, "prompts"):
             ids = encode_prompt(tokenizer, prompt.turns[0]).to(model.device)
             for result in compare_prompt(
@@ -89,11 +103,12 @@ def verify(
                     append_line(
                         output, {"run": run, "prompt": prompt.id, "category": prompt.category, **asdict(result)}
                     )
-    _show_results(Screen(), chosen, sizes, known)
+    _show_results(Screen(), chosen, sizes, known, free="flight" if adapt == "flight" else "policy")
     raise typer.Exit(0 if all(known[prompt.id, size].explained for prompt in chosen for size in sizes) else 1)
 
 
-def _show_results(screen: Screen, prompts: list[Prompt], sizes: list[int | None], known: Results) -> None:
+def _show_results(screen: Screen, prompts: list[Prompt], sizes: list[int | None], known: Results, *, free: str) -> None:
+    """`free` names what decided where no size was fixed."""
     rows = []
     for size in sizes:
         results = [known[prompt.id, size] for prompt in prompts]
@@ -101,7 +116,7 @@ def _show_results(screen: Screen, prompts: list[Prompt], sizes: list[int | None]
         gaps = [r.gap for r in different if r.gap is not None]
         rows.append(
             [
-                "policy" if size is None else str(size),
+                free if size is None else str(size),
                 f"{len(results) - len(different)} / {len(results)}",
                 str(sum(r.explained for r in different)),
                 str(sum(not r.explained for r in different)),
@@ -112,7 +127,7 @@ def _show_results(screen: Screen, prompts: list[Prompt], sizes: list[int | None]
     header = ["block size", "identical", "explained", "unexplained", "largest gap", "tau"]
     screen.table("against plain generate", header, rows)
     screen.line("tau: tokens committed per verification step, mean over a prompt's steps, then over prompts")
-    if None in sizes:
+    if None in sizes and free == "policy":
         used = Counter(known[prompt.id, None].used_block_size for prompt in prompts)
         chosen = ", ".join(f"{size} for {counted(used[size], 'prompt')}" for size in sorted(used))
         screen.line(f"policy: block size {chosen}")
@@ -122,7 +137,7 @@ def _show_results(screen: Screen, prompts: list[Prompt], sizes: list[int | None]
         for size in sizes:
             result = known[prompt.id, size]
             if result.first_difference is not None:
-                named = "policy" if size is None else size
+                named = free if size is None else size
                 screen.line(f"{prompt.id}, block size {named}: {_verdict(result)}")
     results = [known[prompt.id, size] for prompt in prompts for size in sizes]
     identical = sum(r.first_difference is None for r in results)

@@ -91,8 +91,12 @@ class Decoding:
         prefilled = time.perf_counter()
         self.trace.prefill_s = prefilled - start
 
-        self.trace.block_size = self.generator.choose(outputs.logits[:, -1])
+        self.trace.block_size = self.generator.choose(
+            outputs.logits[:, -1], outputs.hidden_states, self.input_ids.shape[1]
+        )
         self.trace.scores, self.trace.reason = self.generator.scores, self.generator.reason
+        self.trace.adapt = self.generator.adapt
+        self.trace.costs = "" if self.generator.costs is None else self.generator.costs.source
         self.trace.policy_s = time.perf_counter() - prefilled
         mask = self._model_kwargs.get("attention_mask")
         self.generator.observe(outputs.hidden_states, self.input_ids.shape[1] if mask is None else mask[0].bool())
@@ -126,11 +130,12 @@ class Decoding:
 
     def _step(self) -> StepRecord:
         generator = self.generator
-        width, reason = generator.verify_width(self._config.max_length - self.input_ids.shape[1])
         start = self._now()
+        width, reason = generator.plan(self._config.max_length - self.input_ids.shape[1])
         draft = generator.draft_block(self.input_ids[:, -1:]) if width > 1 else None
         block = self.input_ids
         if draft is not None:
+            width, reason = generator.trim(draft, width, reason)
             block = torch.cat([block, draft.token_ids[:, : width - 1].to(block.device)], dim=-1)
         drafted = self._now()
         inputs = self.model.prepare_inputs_for_generation(
@@ -148,6 +153,7 @@ class Decoding:
         verified_at = self._now()
         if generator.needs_context:
             generator.observe(tuple(h if h is None else h[:, -width:] for h in outputs.hidden_states), kept)
+        generator.learn(width, kept - 1, was_drafted=draft is not None)
         self._keep_states(outputs, kept, is_prefill=False)
         self._append(verified)
         return StepRecord(

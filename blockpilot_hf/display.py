@@ -4,6 +4,7 @@ Pure functions over a tokenizer and a [`DecodeTrace`]. Where the text goes, and 
 """
 
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +143,17 @@ def block_size_line(trace: DecodeTrace) -> str:
         for size, score in (trace.scores or {}).items()
     )
     return f"block size {trace.block_size} ({trace.reason}{'; ' if scores else ''}{scores})"
+
+
+def flight_line(trace: DecodeTrace) -> str:
+    """What the steps of a flight drafted and verified, and by which costs."""
+    drafted = Counter(step.block_size for step in trace.steps)
+    plain = drafted.pop(1, 0)
+    parts = [f"{drafted[size]} x {size}" for size in sorted(drafted)]
+    if drafted:
+        widths = [step.verify_width for step in trace.steps if step.block_size > 1]
+        parts[-1] += f" drafted, {sum(widths) / len(widths):.1f} of a block verified on average"
+    return f"in flight: {', '.join([*parts, counted(plain, 'plain step')])}; costs: {trace.costs}"
 
 
 def acceptance_line(trace: DecodeTrace) -> str:

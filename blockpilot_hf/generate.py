@@ -16,7 +16,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from .batching import RowInputs, collect, split_rows
 from .candidate_generator import BlockPilotCandidateGenerator
-from .checks import check_block_size, check_call, check_drafter, unwrapped
+from .checks import check_adapt, check_block_size, check_call, check_drafter, unwrapped
+from .costs import CostTable
 from .decoding import Decoding, reset_user_cache
 from .loading import load_drafter, load_embedded_drafter, load_policy, policy_of_drafter
 from .packing import pack_linear_weights
@@ -38,6 +39,12 @@ class BlockPilot:
         policy (`BlockPilotPolicy`, `str` or `False`, *optional*):
             Policy, its folder or Hub id. By default the one that the drafter's config names, else none: then every
             prompt uses the drafter's block size. `False`: none in any case.
+        adapt (`str`, *optional*, defaults to `"prompt"`):
+            `"prompt"`: one block size for the whole answer. `"flight"`: each step decides how much to draft and to
+            verify, from what was accepted so far and what passes cost; never much slower than plain decoding.
+        costs ([`CostTable`] or `str`, *optional*):
+            What passes cost, or the file that says so; by default what `blockpilot calibrate` measured for the pair on
+            this machine, else a default for the kind of device.
         draft_sampling (`bool`, *optional*, defaults to `False`):
             When sampling, draw the drafted tokens instead of taking the drafter's argmax. The output is then
             distributed as the target's, but the same seed does not give plain `generate`'s text.
@@ -50,11 +57,16 @@ class BlockPilot:
         drafter: Any,
         policy: Any = None,
         *,
+        adapt: str = "prompt",
+        costs: CostTable | str | os.PathLike | None = None,
         draft_sampling: bool = False,
         hub_kwargs: dict[str, Any] | None = None,
     ):
         check_drafter(drafter)
+        check_adapt(adapt)
         self.drafter = drafter
+        self.adapt = adapt
+        self.costs = _resolve_costs(costs)
         self.draft_sampling = draft_sampling
         self.hub_kwargs = hub_kwargs or {}
         self.policy = load_policy(policy, **self.hub_kwargs) if isinstance(policy, str | os.PathLike) else policy
@@ -65,6 +77,8 @@ class BlockPilot:
         drafter: Any = None,
         policy: Any = None,
         *,
+        adapt: str = "prompt",
+        costs: CostTable | str | os.PathLike | None = None,
         draft_sampling: bool = False,
         revision: str | None = None,
         policy_revision: str | None = None,
@@ -79,7 +93,7 @@ class BlockPilot:
 
         Args:
             drafter (`str` or `PreTrainedModel`, *optional*): Folder, Hub id or object.
-            policy (`str`, `BlockPilotPolicy` or `False`, *optional*): See [`BlockPilot`].
+            policy, adapt, costs, draft_sampling: See [`BlockPilot`].
             revision, subfolder (`str`, *optional*): Of the drafter.
             policy_revision, policy_subfolder (`str`, *optional*): Of the policy.
             dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`):
@@ -102,7 +116,7 @@ class BlockPilot:
         of_policy = {k: v for k, v in kwargs.items() if k in _ACCESS_KEYWORDS}
         of_policy.update({"revision": policy_revision} if policy_revision else {})
         of_policy.update({"subfolder": policy_subfolder} if policy_subfolder else {})
-        return cls(drafter, policy, draft_sampling=draft_sampling, hub_kwargs=of_policy)
+        return cls(drafter, policy, adapt=adapt, costs=costs, draft_sampling=draft_sampling, hub_kwargs=of_policy)
 
     def generate(
         self,
@@ -123,7 +137,8 @@ class BlockPilot:
             streamer (`BaseStreamer`, *optional*): Gets the prompt, then token after token. One row only.
             tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for `stop_strings`.
             stop_strings (`str` or `list[str]`, *optional*): As in `generate`.
-            kwargs: Everything that `generate` takes, and `policy`, `block_size`, `on_step`, `time_steps` for this call.
+            kwargs: Everything that `generate` takes, and `policy`, `block_size`, `adapt`, `costs`, `on_step`,
+                `time_steps` for this call.
 
         Returns:
             What `generate` returns. With `return_dict_in_generate=True` a `GenerateDecoderOnlyOutput` whose field
@@ -157,6 +172,8 @@ class BlockPilot:
         *,
         policy: Any = None,
         block_size: int | None = None,
+        adapt: str | None = None,
+        costs: CostTable | str | os.PathLike | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         time_steps: bool | None = None,
         **model_kwargs: Any,
@@ -167,6 +184,7 @@ class BlockPilot:
         Args:
             policy: For this call, as in [`BlockPilot`].
             block_size (`int`, *optional*): Fixes the block size, any integer >= 1; 1 is plain decoding.
+            adapt, costs: For this call, as in [`BlockPilot`]. A fixed block size stays what it is.
             on_step (`Callable[[StepRecord], None]`, *optional*): Called after every verification step.
             time_steps (`bool`, *optional*): Seconds of single steps on a GPU, at the price of a synchronisation each.
 
@@ -176,11 +194,15 @@ class BlockPilot:
         """
         if block_size is not None:
             check_block_size(block_size)
+        check_adapt(adapt, block_size)
         check_call(model, generation_config, model_kwargs, input_ids.shape[0])
         if streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"A streamer takes one row at a time, got {input_ids.shape[0]} rows.")
         reset_user_cache(input_ids, model_kwargs, generation_config)
         policy = False if block_size is not None else self._resolve_policy(policy)
+        # A pilot that adapts in flight may still be called with a fixed size.
+        adapt = "prompt" if block_size is not None else adapt or self.adapt
+        costs = self.costs if costs is None else _resolve_costs(costs)
         if streamer is not None:
             streamer.put(input_ids.cpu())
 
@@ -192,6 +214,8 @@ class BlockPilot:
                 generation_config,
                 policy=policy or None,
                 block_size=block_size,
+                adapt=adapt,
+                costs=costs,
                 draft_sampling=self.draft_sampling,
             )
             decodings.append(_decode_row(model, row, generator, generation_config, streamer, on_step, time_steps))
@@ -221,7 +245,7 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
         args: As `generate` takes them; the prompt may come first.
         model (`PreTrainedModel`): The target.
         kwargs: `assistant_model` (the drafter), `policy` and `draft_sampling` as in [`BlockPilot`], and everything that
-            [`BlockPilot.generate`] takes.
+            [`BlockPilot.generate`] takes, `adapt` and `costs` included.
 
     Raises:
         `ValueError`: if no drafter is given.
@@ -239,6 +263,17 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     policy, draft_sampling = kwargs.pop("policy", None), kwargs.pop("draft_sampling", False)
     pilot = BlockPilot(drafter, policy, draft_sampling=draft_sampling, hub_kwargs=hub_kwargs)
     return pilot.generate(model, *args, **kwargs)
+
+
+def _resolve_costs(costs: Any) -> CostTable | None:
+    if costs is None or isinstance(costs, CostTable) or hasattr(costs, "verify_at"):
+        return costs
+    if isinstance(costs, str | os.PathLike):
+        return CostTable.load(costs)
+    raise TypeError(
+        f"`costs` must be a `CostTable` or the file of one, as `blockpilot calibrate --output` writes it, got "
+        f"{type(costs).__name__}."
+    )
 
 
 def _decode_row(

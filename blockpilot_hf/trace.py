@@ -22,7 +22,8 @@ class StepRecord:
         draft_s, verify_s (`float`, *optional*):
             Seconds of the drafting and of the verifying pass; `None` where measuring would need a synchronisation that
             was not asked for.
-        reason (`str`): Why the step was not a full block, empty if it was.
+        reason (`str`): Why the step was not a full block, empty if it was. In flight `block_size` is 1 where the step
+            did not draft.
     """
 
     block_size: int
@@ -45,6 +46,8 @@ class DecodeTrace:
         block_size (`int`, *optional*): The chosen block size; `None` over rows that differ.
         scores (`dict[int, float]`, *optional*): The policy's score of every candidate block size.
         reason (`str`): Who chose the block size, and why.
+        adapt (`str`): `"prompt"`: it stayed; `"flight"`: steps decided anew, see their own `block_size`.
+        costs (`str`): Where the seconds that decided came from; empty where none were needed.
         steps (`list[StepRecord]`): The verification steps in order.
         num_new_tokens (`int`): Tokens added after the prompt, the prefill's own first token included.
         prefill_s, policy_s, decode_s (`float`): Seconds of the prefill, of the choice, and of everything after both.
@@ -54,6 +57,8 @@ class DecodeTrace:
     block_size: int | None = None
     scores: dict[int, float] | None = None
     reason: str = ""
+    adapt: str = "prompt"
+    costs: str = ""
     steps: list[StepRecord] = field(default_factory=list)
     num_new_tokens: int = 0
     prefill_s: float = 0.0
@@ -77,6 +82,8 @@ class DecodeTrace:
         return cls(
             block_size=sizes.pop() if len(sizes) == 1 else None,
             reason="each row chose for itself, see `rows`",
+            adapt=rows[0].adapt,
+            costs=rows[0].costs,
             steps=[step for row in rows for step in row.steps],
             num_new_tokens=sum(row.num_new_tokens for row in rows),
             prefill_s=sum(row.prefill_s for row in rows),

@@ -22,7 +22,9 @@ class DraftBlock:
         q (`tuple[torch.LongTensor, torch.FloatTensor]`, *optional*):
             `(candidate_ids, probs)`, both `(rows, block_size - 1, num_candidates)`: the float32 distribution that each
             token was drawn from. `None` means one-hot: the token is the drafter's argmax.
-        confidence (`torch.FloatTensor` of shape `(rows, block_size - 1)`): Drafter probability of each drafted token.
+        confidence (`torch.FloatTensor` of shape `(rows, block_size - 1)`):
+            The drafter's largest probability at each position. With one-hot q that is the drafted token's own; for a
+            drawn token it says nothing of the draw, so that decisions which read it keep the law of the output.
     """
 
     token_ids: torch.LongTensor
@@ -73,7 +75,7 @@ def propose(logits: torch.Tensor, sampling: DraftSampling | None = None) -> Draf
     candidate_ids, probs = _filtered_distribution(logits / sampling.temperature, sampling.top_k, sampling.top_p)
     drawn = torch.multinomial(probs.flatten(0, 1), num_samples=1).view(*probs.shape[:2], 1)
     token_ids = candidate_ids.gather(-1, drawn)[..., 0]
-    return DraftBlock(token_ids, (candidate_ids, probs), probs.gather(-1, drawn)[..., 0])
+    return DraftBlock(token_ids, (candidate_ids, probs), probs.amax(dim=-1))
 
 
 def _filtered_distribution(scores: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blockpilot_hf import BlockPilot, cli_generate, cli_measure
 from blockpilot_hf.cli_common import EMBEDDED, load_pilot
+from blockpilot_hf.costs import CostTable
 from blockpilot_hf.prompts import encode_prompt, sample_prompts
 from blockpilot_hf.trace import DecodeTrace
 
@@ -308,3 +309,23 @@ def test_packing_is_left_to_the_embedded_target_unless_it_is_switched_off(run, m
     run("generate", "hi", target=False)
     run("generate", "hi", "--no-pack", target=False)
     assert asked == [None, False]
+
+
+# --- decisions in flight ---
+
+
+def test_in_flight_the_text_is_the_same_and_the_steps_are_told(run, folders, plain, tmp_path):
+    arguments = ["generate", "hello", "--max-new-tokens", 20, "--adapt", "flight", "--drafter", "scripted", "--json"]
+    status, out, _ = run(*arguments)
+    assert status == 0 and out.startswith(plain("hello", 20) + "\n\n")
+    found = last_object(out)
+    assert found["adapt"] == "flight" and "default" in found["costs"]
+    assert "\nin flight: " in out and f"costs: {found['costs']}" in out
+    costs = tmp_path / "costs.json"
+    CostTable((0,), {1: (1.0,), 16: (1.1,)}, {2: (0.1,), 16: (0.1,)}, source="made up").save(costs)
+    assert last_object(run(*arguments, "--costs", costs)[1])["costs"] == "made up"
+
+
+def test_in_flight_and_a_fixed_size_are_refused_together(run):
+    status, _, err = run("generate", "hello", "--adapt", "flight", "--block-size", 4)
+    assert status == 2 and "Give one of the two" in err

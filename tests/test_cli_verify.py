@@ -25,6 +25,15 @@ def test_verify_counts_identical_prompts_and_ends_with_status_zero(run, prompts)
     assert "\x1b" not in out + err
 
 
+def test_verify_in_flight_compares_what_each_step_decides(run, prompts):
+    arguments = ["verify", "--prompts", prompts, "--max-new-tokens", 12, "--drafter", "scripted", "--adapt", "flight"]
+    for more in ([], ["--temperature", 1]):
+        status, out, _ = run(*arguments, *more)
+        assert status == 0 and re.findall(r"^(\w+) +(\d+) / (\d+) ", out, flags=re.MULTILINE) == [("flight", "3", "3")]
+    status, _, err = run(*arguments[:-1], "always")
+    assert status == 2 and "`adapt` must be one of 'prompt', 'flight', got 'always'" in err
+
+
 def test_verify_says_what_the_policy_chose_and_which_turns_were_left_out(run, folders, tmp_path):
     file = tmp_path / "turns.jsonl"
     file.write_text("".join(json.dumps({"turns": [f"one {i}", "two"]}) + "\n" for i in range(2)))

@@ -16,6 +16,7 @@ from blockpilot_hf.display import (
     answer_pieces,
     are_accepted,
     block_size_line,
+    flight_line,
     bracketed,
     counted,
     identity_words,
@@ -243,3 +244,15 @@ def test_small_helpers():
     assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
     assert shortened("one\ntwo  three", 9) == "one two …" and shortened("one\n two", 9) == "one two"
     assert without_controls("a\tb\nc\x1b[31m\x07\r") == "a\tb\nc\ufffd[31m\ufffd\ufffd"
+
+
+def test_the_line_of_a_flight_counts_what_steps_drafted_and_verified():
+    steps = [StepRecord(4, 4, (1, 2, 3), (1, 2), 1), StepRecord(8, 3, (1,) * 7, (5,), 0), StepRecord(1, 1, (), (6,), 0)]
+    trace = DecodeTrace(adapt="flight", costs="measured on this machine", steps=steps)
+    assert flight_line(trace) == (
+        "in flight: 1 x 4, 1 x 8 drafted, 3.5 of a block verified on average, 1 plain step; costs: measured on this "
+        "machine"
+    )
+    assert flight_line(DecodeTrace(adapt="flight", costs="given", steps=steps[2:] * 2)) == (
+        "in flight: 2 plain steps; costs: given"
+    )
