@@ -133,7 +133,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         if self.adapt == "flight" or predicts_curve:
             self.costs = self.costs or costs_for(self.target, self.drafter)
         if self.policy is not None and (self.adapt == "prompt" or predicts_curve):
-            choice = self._ask_policy(logits, hidden_states, prompt_length)
+            choice = self._ask_policy(self.policy, logits, hidden_states, prompt_length)
             self.block_size, self.scores, self.reason = choice.block_size, choice.scores, choice.reason
             prior = getattr(choice, "acceptance_lengths", None)
             check_block_size(self.block_size)
@@ -152,7 +152,11 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         return self.block_size
 
     def _ask_policy(
-        self, logits: torch.Tensor, hidden_states: tuple[torch.Tensor | None, ...] | None, prompt_length: int | None
+        self,
+        policy: Any,
+        logits: torch.Tensor,
+        hidden_states: tuple[torch.Tensor | None, ...] | None,
+        prompt_length: int | None,
     ) -> Any:
         config = self.generation_config
         settings: dict[str, Any] = {
@@ -160,19 +164,19 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
             "top_k": config.top_k if config.do_sample else None,
             "top_p": config.top_p if config.do_sample else None,
         }
-        if getattr(self.policy.config, "head", "") == "curve":
+        if getattr(policy.config, "head", "") == "curve":
             settings["costs"] = self.costs
             settings["context_length"] = prompt_length
-        if getattr(self.policy.config, "features", "") == "compact+context":
+        if getattr(policy.config, "features", "") == "compact+context":
             assert hidden_states is not None, "the prefill's states are captured where a drafter reads them"
             taps = [hidden_states[i + 1][:, -1] for i in self.drafter.config.target_layer_ids]
             joined = torch.cat([tap.to(self._device, self._dtype) for tap in taps], dim=-1)
             settings["context"] = projected_context(self.drafter, joined)
-        return self.policy.choose(logits, **settings)
+        return policy.choose(logits, **settings)
 
     def _take_off(self, prior: dict[int, float] | None) -> None:
         """Blocks may be as large as the policy's candidates; without one, as the drafter was trained for."""
-        sizes = sorted(prior) if prior else _sizes_up_to(self.block_size)
+        sizes = sorted(prior) if prior else sizes_up_to(self.block_size)
         self._flight = Flight(self.costs, sizes, prior=prior)
 
     def observe(self, hidden_states: tuple[torch.Tensor | None, ...], kept: torch.Tensor | int) -> None:
@@ -383,7 +387,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         self.learn(width, int(num_matches), was_drafted=was_drafted)
 
 
-def _sizes_up_to(largest: int) -> list[int]:
+def sizes_up_to(largest: int) -> list[int]:
     """Few sizes, each about half of the next: a draft may be verified in part."""
     sizes = [largest]
     while sizes[0] > 2:

@@ -1,4 +1,4 @@
-"""What decisions would have cost on texts that are known, in the seconds of a cost table: flights, fixed sizes, oracles.
+"""What decisions would have cost on texts that are known, in a cost table's seconds: flights, fixed sizes, oracles.
 
 Decoding at any widths yields the same text, so a sweep over all positions ([`SweepRow`] with `accepted_at` and
 `confidence_at`) tells what every step of a flight would have accepted, without a model. All rules are priced alike: at
