@@ -208,7 +208,7 @@ def evaluate_command(
                 "notes": notes,
                 "costs": table.to_dict() if table else None,
                 "results": results,
-                "per_prompt": _per_prompt(rows, sizes, policies, mapping),
+                "per_prompt": _per_prompt(rows, sizes, policies, mapping, table),
             },
         )
     screen = Screen()
@@ -389,9 +389,13 @@ def _described(policy: Any) -> dict[str, Any]:
 
 
 def _per_prompt(
-    rows: Sequence[SweepRow], sizes: Sequence[int], policies: dict[str, Any], groups: dict[str, list[str]]
+    rows: Sequence[SweepRow],
+    sizes: Sequence[int],
+    policies: dict[str, Any],
+    groups: dict[str, list[str]],
+    costs: CostTable | None,
 ) -> list[dict[str, Any]]:
-    chosen = {name: policy_choices(policy, rows) for name, policy in policies.items()}
+    chosen = {name: policy_choices(policy, rows, costs) for name, policy in policies.items()}
     return [
         {
             "id": row.id,

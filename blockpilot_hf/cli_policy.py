@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from .calibration import measure_costs
 from .cli_common import Drafter, Dtype, Target, check_names, load_pilot, load_target, package_version
 from .cli_console import Screen, progress_bar
-from .costs import CostTable, measure_costs
+from .costs import CostTable
 from .drafter_checkpoint import written_whole
 from .drafter_record import package_versions, write_training_prompts
 from .evaluation import evaluate, overlapping
@@ -23,6 +24,7 @@ from .json_lines import write_json
 from .policy_training import (
     PolicyTrainingConfig,
     best_epoch,
+    curve_accuracy,
     split_rows,
     train_policy,
     window,
@@ -46,16 +48,28 @@ Resamples = Annotated[int, typer.Option(min=1, help="Resamples behind the interv
 def train_policy_command(
     sweep: SweepFolder,
     output: Annotated[Path, typer.Option(file_okay=False, help="Folder for the policy, the record and the costs.")],
-    rule: Annotated[
+    head: Annotated[
         str,
         typer.Option(
-            help="What makes a size the best one. 'seconds': most tokens per second under the cost table; 'tau': the "
-            "largest acceptance length in a window around the size that the drafter was trained for, as in the paper."
+            help="'choice' names the best size under one rule. 'curve' predicts the acceptance length at every size, "
+            "and any cost table makes a choice of that: trained once, for every device."
         ),
-    ] = _DEFAULTS.rule,
+    ] = _DEFAULTS.head,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="Of head 'choice': what makes a size the best one. 'seconds': most tokens per second under the cost "
+            "table; 'tau': the largest acceptance length in a window around the size that the drafter was trained for, "
+            "as in the paper.",
+            show_default=_DEFAULTS.rule,
+        ),
+    ] = None,
     block_sizes: Annotated[
         str | None,
-        typer.Option(help="Candidates of rule 'seconds', comma-separated.", show_default=_BLOCK_SIZES),
+        typer.Option(
+            help="Candidates of rule 'seconds' and of head 'curve', comma-separated.",
+            show_default=f"{_BLOCK_SIZES}; for a curve all of the sweep",
+        ),
     ] = None,
     window_sizes: Annotated[
         str | None,
@@ -69,7 +83,7 @@ def train_policy_command(
             exists=True,
             dir_okay=False,
             help="Cost table.",
-            show_default="costs.json in the output, for rule 'seconds' measured if it is not there",
+            show_default="costs.json in the output, measured if it is not there, but for rule 'tau'",
         ),
     ] = None,
     test: Annotated[
@@ -81,12 +95,16 @@ def train_policy_command(
     features: Annotated[
         str,
         typer.Option(
-            help="'compact', or 'logits': the whole vocabulary, as in the paper; needs a sweep with --keep-logits."
+            help="'compact', 'compact+context': also what the drafter reads of the prompt's end, or 'logits': the "
+            "whole vocabulary, as in the paper; needs a sweep with --keep-logits."
         ),
     ] = _DEFAULTS.features,
     objective: Annotated[
         str,
-        typer.Option(help="'label': name the best size, as in the paper; 'speed': expected worth of the choice."),
+        typer.Option(
+            help="Of head 'choice'. 'label': name the best size, as in the paper; 'speed': expected worth of the "
+            "choice."
+        ),
     ] = _DEFAULTS.objective,
     class_weights: Annotated[
         bool, typer.Option("--class-weights", help="Let a label weigh as much as it is rare.")
@@ -95,6 +113,10 @@ def train_policy_command(
         _DEFAULTS.hidden_size
     ),
     dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="After each hidden layer.")] = _DEFAULTS.dropout,
+    input_dropout: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=0.9, help="Of the inputs.", show_default="0.5 for a curve with context, else 0"),
+    ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="At most.")] = _DEFAULTS.epochs,
     patience: Annotated[
         int, typer.Option(min=1, help="Epochs without a better validation before training stops.")
@@ -112,13 +134,20 @@ def train_policy_command(
     dtype: Dtype = "auto",
 ) -> None:
     """Train a policy that picks the block size of a prompt. Target and drafter are loaded only to measure costs."""
+    if head == "curve" and rule is not None:
+        raise ValueError(
+            f"`--rule` goes with head 'choice', got {rule!r}. A curve is trained without one: leave it out, and "
+            "give the table to judge its choices by with `--costs`."
+        )
     config = PolicyTrainingConfig(
-        rule=rule,
+        head=head,
+        rule=rule or _DEFAULTS.rule,
         features=features,
         objective=objective,
         class_weights=class_weights,
         hidden_size=hidden_size,
         dropout=dropout,
+        input_dropout=input_dropout,
         epochs=epochs,
         patience=patience,
         batch_size=batch_size,
@@ -127,19 +156,21 @@ def train_policy_command(
         seed=seed,
     )
     swept = read_sweep(sweep)
-    sizes = _candidates(config.rule, block_sizes, window_sizes, swept)
+    sizes = _candidates(config, block_sizes, window_sizes, swept)
     trained_for, rows = swept.settings["training_block_size"], with_steps(swept.rows)
     train, held_out = split_rows(rows, validation)
     tested = _read_test(test, swept, sweep) if test else None
     screen = Screen()
-    table = _cost_table(costs, output / "costs.json", swept, sizes, config.rule, (target, drafter, dtype))
+    needs_table = config.head == "curve" or config.rule == "seconds"
+    table = _cost_table(costs, output / "costs.json", swept, sizes, needs_table, (target, drafter, dtype))
 
     runs = []
     for one in progress_bar(range(seed, seed + seeds), "seeds"):
         runs.append((one, *train_policy(train, held_out, sizes, replace(config, seed=one), table)))
     chosen, policy, log = max(runs, key=lambda run: best_epoch(run[2])["validation"])
     config = replace(config, seed=chosen)
-    unit = "tau" if config.rule == "tau" else "times plain"
+    is_curve = config.head == "curve"
+    unit = "r2 of log tau" if is_curve else "tau" if config.rule == "tau" else "times plain"
     _say_how_it_went(screen, runs, chosen, unit, len(set(prompt_numbers(train))), len(set(prompt_numbers(held_out))))
 
     _describe(policy.config, swept.settings)
@@ -162,6 +193,7 @@ def train_policy_command(
 
     results = {"validation": judge(held_out), **({"test": judge(with_steps(tested.rows))} if tested else {})}
     sides = {"train": train, "validation": held_out, **({"test": with_steps(tested.rows)} if tested else {})}
+    accuracy = {name: curve_accuracy(policy, sides[name], train) for name in results} if is_curve else {}
     write_json(
         output / "training.json",
         {
@@ -173,12 +205,13 @@ def train_policy_command(
                 **({"test_sweep": tested.settings} if tested else {}),
             },
             "settings": {**asdict(config), "block_sizes": sizes, "validation_share": validation, "num_seeds": seeds},
-            "costs": asdict(table) if table else None,
+            "costs": table.to_dict() if table else None,
             "num_prompts": {name: len(set(prompt_numbers(side))) for name, side in sides.items()},
             "num_texts": {name: len(side) for name, side in sides.items()},
             "num_texts_without_steps": len(swept.rows) - len(rows),
             "seeds": [{"seed": one, "num_epochs": len(its), **best_epoch(its)} for one, _, its in runs],
             "log": log,
+            **({"curve_accuracy": accuracy} if is_curve else {}),
             "results": results,
         },
     )
@@ -186,6 +219,9 @@ def train_policy_command(
     for name, result in results.items():
         screen.line()
         screen.line(f"{name}: {titles[name]}", style="bold")
+        if is_curve:
+            screen.line()
+            _show_accuracy(screen, accuracy[name])
         show(screen, result)
     screen.line()
     screen.line(f"policy: {output / 'policy'}, record: {output / 'training.json'}")
@@ -199,6 +235,24 @@ def show(screen: Screen, results: list[dict[str, Any]]) -> None:
             screen.table(part.title, part.header, part.rows)
         else:
             screen.line(part)
+
+
+def _show_accuracy(screen: Screen, accuracy: Sequence[dict[str, float]]) -> None:
+    """By block size, next to the mean of the training texts."""
+    header = ("size", "tau", "predicted", "error", "of the mean", "r2")
+    rows = [
+        (
+            str(entry["block_size"]),
+            f"{entry['mean']:.2f}",
+            f"{entry['mean_predicted']:.2f}",
+            f"{entry['mean_absolute_error']:.3f}",
+            f"{entry['mean_absolute_error_of_the_mean']:.3f}",
+            f"{entry['r2']:.2f}",
+        )
+        for entry in accuracy
+    ]
+    screen.table("acceptance length by block size: means, and mean absolute errors", header, rows)
+    screen.line("of the mean: error of predicting the mean of the training texts; r2: what of its square is taken away")
 
 
 def run_info() -> dict[str, str]:
@@ -237,8 +291,17 @@ def parse_sizes(option: str, text: str) -> list[int]:
     return sizes
 
 
-def _candidates(rule: str, block_sizes: str | None, window_sizes: str | None, sweep: Sweep) -> list[int]:
-    if rule == "tau":
+def _candidates(
+    config: PolicyTrainingConfig, block_sizes: str | None, window_sizes: str | None, sweep: Sweep
+) -> list[int]:
+    if config.head == "curve":
+        if window_sizes is not None:
+            raise ValueError(
+                "`--window` goes with head 'choice' and rule 'tau'. A curve takes its candidates by `--block-sizes`."
+            )
+        given = sweep.block_sizes if block_sizes is None else parse_sizes("--block-sizes", block_sizes)
+        sizes = sorted({1, *given})
+    elif config.rule == "tau":
         if block_sizes is not None:
             raise ValueError("`--block-sizes` goes with rule 'seconds'. Rule 'tau' takes its candidates by `--window`.")
         trained_for = sweep.settings["training_block_size"]
@@ -284,12 +347,12 @@ def _cost_table(
     kept: Path,
     sweep: Sweep,
     sizes: list[int],
-    rule: str,
+    is_needed: bool,
     pair: tuple[str | None, str | None, str],
 ) -> CostTable | None:
     """The one that is given, the one in the output, or a new one, which prices all sizes of the sweep."""
     path = given or (kept if kept.is_file() else None)
-    if path is None and rule == "tau":
+    if path is None and not is_needed:
         return None
     table = CostTable.load(path) if path else _measure(sweep, *pair)
     if missing := sorted({*sizes, sweep.settings["training_block_size"]} - set(table.block_sizes)):
@@ -313,7 +376,7 @@ def _measure(sweep: Sweep, target: str | None, drafter: str | None, dtype: str) 
                 f"The sweep is of another {name} ({sweep.settings[name]}, weights {expected}) than the one to measure "
                 f"costs with ({found}). Name it with `--{name}`, or give a table with `--costs`."
             )
-    return measure_costs(model, pilot.drafter, list(sweep.block_sizes))
+    return measure_costs(model, pilot.drafter, list(sweep.block_sizes), progress=progress_bar)
 
 
 def _say_how_it_went(

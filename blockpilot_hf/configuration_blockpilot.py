@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-HEADS = ("choice",)
-FEATURES = ("compact", "logits")
+HEADS = ("choice", "curve")
+FEATURES = ("compact", "logits", "compact+context")
 
 # Version of the function from prefill output to features. It goes up whenever `policy_features` gives other numbers for
 # the same input: a head is worth nothing on features that it was not trained on.
@@ -20,6 +20,8 @@ FEATURE_VERSION = 1
 NUM_LOG_PROBS = 64
 # Sorted log-probabilities, entropy, margin, temperature, top-k, top-p.
 NUM_COMPACT_FEATURES = NUM_LOG_PROBS + 5
+# By head. The paper's; and one that keeps a curve head below a million parameters for drafters 4096 wide.
+_HIDDEN_SIZES = {"choice": 2048, "curve": 128}
 
 _RECORDS = (
     "target_name_or_path",
@@ -67,20 +69,24 @@ class BlockPilotConfig(PreTrainedConfig):
     Args:
         block_sizes (`list[int]`, *optional*, defaults to `[14, 15, 16, 17, 18]`):
             Candidate block sizes, anchor token included, in increasing order. 1 stands for plain decoding. Output `i`
-            of the head is the score of `block_sizes[i]`.
+            of the head is the score of `block_sizes[i]`. Those of a `"curve"` head begin with 1.
         head (`str`, *optional*, defaults to `"choice"`):
             `"choice"`: one score per candidate, the largest wins (https://huggingface.co/papers/2606.31315).
+            `"curve"`: the acceptance length at every candidate. Which size wins is up to the seconds of its steps.
         features (`str`, *optional*, defaults to `"compact"`):
             `"compact"`: a summary of the target's distribution at the last prompt position, and the sampling settings.
             `"logits"`: that position's logits over the whole vocabulary, as in the paper.
+            `"compact+context"`: `"compact"`, and the drafter's projected context at that position.
         feature_version (`int`, *optional*, defaults to 1):
             Version of the feature definition that the weights were trained on.
-        hidden_size (`int`, *optional*, defaults to 2048):
-            Width of the two hidden layers.
+        hidden_size (`int`, *optional*):
+            Width of the two hidden layers; by default 2048 for head `"choice"`, as in the paper, and 128 for `"curve"`.
         dropout (`float`, *optional*, defaults to 0.2):
             Dropout after each hidden layer, in training only.
         vocab_size (`int`, *optional*):
             Width of the target's logits. Needed for `features="logits"`.
+        context_size (`int`, *optional*):
+            The drafter's `hidden_size`. Needed for `features="compact+context"`.
         sampling (`dict[str, Any]`, *optional*):
             Settings the policy was made for, under the keys `temperature` (0 for greedy), `top_k` and `top_p`. A key
             that is left out was not recorded. Grouped in one field because transformers drops generation settings that
@@ -102,9 +108,10 @@ class BlockPilotConfig(PreTrainedConfig):
     head: str = "choice"
     features: str = "compact"
     feature_version: int = FEATURE_VERSION
-    hidden_size: int = 2048
+    hidden_size: int | None = None
     dropout: float = 0.2
     vocab_size: int | None = None
+    context_size: int | None = None
     sampling: dict[str, Any] | None = None
     target_name_or_path: str | None = None
     target_revision: str | None = None
@@ -118,6 +125,8 @@ class BlockPilotConfig(PreTrainedConfig):
         if isinstance(self.block_sizes, list | tuple):
             # A copy: the caller's list stays the caller's.
             self.block_sizes = list(self.block_sizes)
+        if self.hidden_size is None:
+            self.hidden_size = _HIDDEN_SIZES.get(self.head)
         super().__post_init__(**kwargs)
         self._check_fields()
 
@@ -127,6 +136,9 @@ class BlockPilotConfig(PreTrainedConfig):
         if self.features == "logits":
             assert self.vocab_size is not None
             return self.vocab_size
+        if self.features == "compact+context":
+            assert self.context_size is not None
+            return NUM_COMPACT_FEATURES + self.context_size
         return NUM_COMPACT_FEATURES
 
     def validate(self) -> None:
@@ -151,6 +163,11 @@ class BlockPilotConfig(PreTrainedConfig):
                 f"`head` must be one of {list(HEADS)}, got {self.head!r}. "
                 "Use one of these, or a newer version of this code."
             )
+        if self.head == "curve" and (sizes[0] != 1 or len(sizes) < 2):
+            raise ValueError(
+                f'`block_sizes` must be 1, plain decoding, and larger ones for `head="curve"`, got {sizes!r}. '
+                "Add what is missing, for example [1, 2, 4, 8]."
+            )
         if self.features not in FEATURES:
             raise ValueError(
                 f"`features` must be one of {list(FEATURES)}, got {self.features!r}. "
@@ -168,6 +185,15 @@ class BlockPilotConfig(PreTrainedConfig):
         if self.vocab_size is not None and not _is_integer(self.vocab_size, 1):
             raise ValueError(
                 f"`vocab_size` must be an integer >= 1, got {self.vocab_size!r}. Use the width of the target's logits."
+            )
+        if self.context_size is not None and not _is_integer(self.context_size, 1):
+            raise ValueError(
+                f"`context_size` must be an integer >= 1, got {self.context_size!r}. Use the drafter's `hidden_size`."
+            )
+        if self.features == "compact+context" and self.context_size is None:
+            raise ValueError(
+                '`context_size` must be set for `features="compact+context"`, got None. Use the drafter\'s '
+                '`hidden_size`, or `features="compact"`, which fits any drafter.'
             )
         if self.features == "logits" and self.vocab_size is None:
             raise ValueError(

@@ -16,9 +16,9 @@ import torch
 
 from .candidate_generator import position_limits
 from .checks import check_pair, vocab_rows
-from .features import policy_features
+from .features import policy_features, projected_context
 from .packing import PackedLinear
-from .replay import check_replayable, replay, walk
+from .replay import Replay, check_replayable, replay, walk
 from .target_states import weights_fingerprint
 from .texts import Text, check_texts
 from .units import Progress, is_finished, read_settings, require_extra, run_units
@@ -36,9 +36,11 @@ _COLUMNS = {
     "num_new_tokens": "int32",
     "num_accepted": "int32[][]",  # in the order of the settings' `block_sizes`
     "features": "float32[]",
+    "context": "float32[]",
 }
 _LOGITS = {"logits": "float32[]"}
-_ALL_POSITIONS = {"accepted_at": "int32[][]"}  # likewise, then by anchor
+# Likewise, then by anchor; the confidence of all drafted tokens of an anchor follows that of the anchor before.
+_ALL_POSITIONS = {"accepted_at": "int32[][]", "confidence_at": "float32[][]"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,13 @@ class SweepRow:
         num_new_tokens (`int`): Of the answer. The first one comes from the prefill, so steps give one less.
         num_accepted (`dict[int, tuple[int, ...]]`): By block size, the accepted count of every step, in order.
         features (`tuple[float, ...]`): The `compact` features of the prefill, for this text's sampling settings.
+        context (`tuple[float, ...]`, *optional*):
+            The drafter's projected context at the last prompt position; older sweeps have none.
         logits (`tuple[float, ...]`, *optional*): The target's logits at the last prompt position, if they were kept.
+        accepted_at (`dict[int, tuple[int, ...]]`, *optional*):
+            By block size, how many drafted tokens are accepted after each answer token but the last, if they were kept.
+        confidence_at (`dict[int, tuple[tuple[float, ...], ...]]`, *optional*):
+            Likewise, the drafter's confidence in each of the drafted tokens.
     """
 
     id: str
@@ -64,7 +72,10 @@ class SweepRow:
     num_new_tokens: int
     num_accepted: dict[int, tuple[int, ...]]
     features: tuple[float, ...]
+    context: tuple[float, ...] | None = None
     logits: tuple[float, ...] | None = None
+    accepted_at: dict[int, tuple[int, ...]] | None = None
+    confidence_at: dict[int, tuple[tuple[float, ...], ...]] | None = None
 
     def num_steps(self, block_size: int) -> int:
         """
@@ -122,7 +133,8 @@ def write_sweep(
         max_new_tokens (`int`, *optional*): Only that much of every answer counts, as if decoding had ended there.
         keep_logits (`bool`, *optional*): Keep the prefill's logits too, for policies that read the whole vocabulary.
         all_positions (`bool`, *optional*):
-            Also the accepted counts after every anchor, in the column `accepted_at`. Takes longer.
+            Also accepted counts and the drafter's confidence after every anchor, in the columns `accepted_at` and
+            `confidence_at`, for decisions in flight. Takes longer.
         target_name, drafter_name (`str`, *optional*): For the settings; by default as the models' configs name them.
         progress (`Callable`, *optional*): See [`run_units`].
 
@@ -160,6 +172,7 @@ def write_sweep(
         "max_new_tokens": max_new_tokens,
         "texts_fingerprint": _fingerprint(ordered),
         "temperatures": sorted({text.temperature for text in texts}),
+        "keep_context": True,
         "keep_logits": keep_logits,
         "all_positions": all_positions,
     }
@@ -220,19 +233,22 @@ def _rows(
     target: Any, drafter: Any, texts: list[Text], sizes: list[int], *, keep_logits: bool, all_positions: bool
 ) -> list[dict[str, Any]]:
     prefills: list[torch.Tensor] = []
-    accepted_at: list[dict[int, list[int]]] = []
+    projected: list[torch.Tensor] = []
+    replays: list[Replay] = []
     walked: list[dict[int, tuple[int, ...]]] = []
 
     def contexts() -> Iterator[torch.Tensor]:
         for text in texts:
             logits, context = prefill_and_context(target, drafter, text)
             prefills.append(logits.float())
+            last = len(text.prompt_ids) - 1
+            projected.append(projected_context(drafter, context[last : last + 1]))
             yield context
 
     if all_positions:
         for text, context in zip(texts, contexts(), strict=True):
-            found = replay(target, drafter, text, context, sizes)
-            accepted_at.append({1: [0] * (len(text.answer_ids) - 1), **found.num_accepted})
+            found = replay(target, drafter, text, context, sizes, with_confidence=True)
+            replays.append(found)
             walked.append({size: tuple(found.steps(size)) for size in sizes})
     else:
         walked = walk(target, drafter, texts, contexts(), sizes)
@@ -250,26 +266,44 @@ def _rows(
             "num_new_tokens": len(text.answer_ids),
             "num_accepted": [list(walked[i][size]) for size in sizes],
             "features": features[0].tolist(),
+            "context": projected[i][0].tolist(),
         }
         if keep_logits:
             row["logits"] = policy_features(prefills[i], kind="logits")[0].tolist()
         if all_positions:
-            row["accepted_at"] = [accepted_at[i][size] for size in sizes]
+            accepted = {1: [0] * (len(text.answer_ids) - 1), **replays[i].num_accepted}
+            confidence = replays[i].confidence or {}
+            row["accepted_at"] = [accepted[size] for size in sizes]
+            row["confidence_at"] = [confidence[size].flatten().tolist() if size > 1 else [] for size in sizes]
         rows.append(row)
     return rows
 
 
 def _row(entry: dict[str, Any], sizes: tuple[int, ...]) -> SweepRow:
     counts = zip(sizes, entry["num_accepted"], strict=True)
-    logits = entry.get("logits")
+    optional = {name: entry.get(name) for name in ("context", "logits")}
     return SweepRow(
         **{
             **entry,
             "num_accepted": {size: tuple(steps) for size, steps in counts},
             "features": tuple(entry["features"]),
-            "logits": None if logits is None else tuple(logits),
+            **{name: None if values is None else tuple(values) for name, values in optional.items()},
+            **_by_position(entry, sizes),
         }
     )
+
+
+def _by_position(entry: dict[str, Any], sizes: tuple[int, ...]) -> dict[str, Any]:
+    if entry.get("confidence_at") is None:  # older sweeps kept accepted counts alone
+        return {"accepted_at": None, "confidence_at": None}
+    confidence = {}
+    for size, values in zip(sizes, entry["confidence_at"], strict=True):
+        per_anchor = size - 1
+        confidence[size] = tuple(
+            tuple(values[i : i + per_anchor]) for i in range(0, len(values), per_anchor or len(values) or 1)
+        )
+    accepted = zip(sizes, entry["accepted_at"], strict=True)
+    return {"accepted_at": {size: tuple(counts) for size, counts in accepted}, "confidence_at": confidence}
 
 
 def _fingerprint(texts: Sequence[Text]) -> str:

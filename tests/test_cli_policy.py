@@ -54,7 +54,7 @@ def test_rule_by_seconds_learns_and_says_so_next_to_the_controls(train, swept, t
     record = read(output / "training.json")
     assert record["num_prompts"] == {"train": 48, "validation": 12, "test": 30}
     assert record["settings"]["block_sizes"] == [1, 4, 6]
-    assert record["costs"]["verify_s"]["4"] == COSTS.verify_s[4]
+    assert record["costs"]["verify_s"]["4"] == list(COSTS.verify_s[4])
     rules = record["results"]["test"][0]["comparisons"][0]["groups"]["all"]["rules"]
     assert rules["policy out"]["speedup"]["estimate"] > rules["random"]["speedup"]["estimate"]
     policy = load_policy(output / "policy")
@@ -78,6 +78,55 @@ def test_rule_by_tau_needs_no_costs_and_takes_the_window_around_the_training_siz
     status, _, err, _ = train(swept, "--rule", "tau", "--window", "3,4,5", priced=False)
     assert status == 0, err
     assert load_policy(output / "policy").config.block_sizes == [3, 4, 5]
+
+
+def test_a_curve_is_trained_without_a_rule_and_judged_under_the_table_next_to_the_controls(train, tmp_path):
+    rows, others = make_rows(60, 0, context_size=5), make_rows(30, 1, context_size=5)
+    folder = save_sweep(tmp_path / "context", make_sweep(rows))
+    other = save_sweep(tmp_path / "test", make_sweep(others))
+    quick = ["--epochs", 40, "--seeds", 2, "--learning-rate", 0.01, "--batch-size", 8]
+    arguments = ["--head", "curve", "--features", "compact+context", *quick, "--test", other]
+    status, out, err, output = train(folder, *arguments)
+    assert status == 0, err
+    for words in (
+        "r2 of log tau",
+        "acceptance length by block size",
+        "best constant",
+        "residuals shuffled",
+        "times plain",
+    ):
+        assert words in out
+    config = load_policy(output / "policy").config
+    assert (config.head, config.context_size, config.block_sizes) == ("curve", 5, list(SIZES))
+    record = read(output / "training.json")
+    assert record["settings"]["head"] == "curve"
+    assert set(record["curve_accuracy"]) == {"validation", "test"}
+    entry = record["curve_accuracy"]["test"][-1]
+    assert entry["block_size"] == 6 and entry["r2"] > 0.3
+    assert entry["mean_absolute_error"] < entry["mean_absolute_error_of_the_mean"]
+    rules = record["results"]["test"][0]["comparisons"][0]["groups"]["all"]["rules"]
+    assert rules["policy out"]["speedup"]["estimate"] > rules["best_constant_speedup"]["speedup"]["estimate"]
+    # As narrow as a phone, and not a table wider than that.
+    status, out, err, _ = train(folder, *arguments, columns=60)
+    assert status == 0 and "6: tau" in out, err
+    assert max(map(len, out[out.index("acceptance length by") :].split("of the mean:")[0].splitlines())) <= 60
+
+
+def test_options_of_the_other_head_are_refused(train, swept):
+    curve = ["--head", "curve"]
+    for arguments, message in (
+        ([*curve, "--rule", "tau"], "`--rule` goes with head 'choice', got 'tau'"),
+        ([*curve, "--window", "1,4"], "`--window` goes with head 'choice' and rule 'tau'"),
+        ([*curve, "--class-weights"], "are for head 'choice'"),
+        ([*curve, "--features", "compact+context"], "the drafter's context, and the sweep has none (text "),
+        (["--head", "curves"], "`head` must be one of choice, curve, got 'curves'"),
+    ):
+        status, _, err, output = train(swept, *arguments, columns=200)
+        assert (status, message in err) == (2, True), (arguments, err)
+        assert not (output / "policy").exists()
+    status, _, err, output = train(swept, *curve, "--block-sizes", "4,6")
+    assert status == 0, err
+    assert load_policy(output / "policy").config.block_sizes == [1, 4, 6]  # plain decoding can always be chosen
 
 
 def test_of_several_seeds_the_best_in_validation_is_kept(train, swept):
@@ -183,4 +232,4 @@ def test_a_cost_table_without_a_candidate_is_refused(train, swept, tmp_path):
     assert "has no seconds for block sizes [6]" in err
     status, _, err, output = train(swept, "--block-sizes", "1,4", "--costs", few, priced=False)
     assert status == 0, err
-    assert read(output / "costs.json")["draft_s"] == {"4": 0.2}
+    assert read(output / "costs.json")["draft_s"] == {"4": [0.2]}

@@ -14,10 +14,26 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
 from blockpilot_hf.configuration_blockpilot import BlockPilotConfig
-from blockpilot_hf.features import LOG_PROB_FLOOR, MAX_TEMPERATURE, NUM_COMPACT_FEATURES, policy_features
-from blockpilot_hf.modeling_blockpilot import BlockPilotPolicy
+from blockpilot_hf.configuration_dflash import DFlashConfig
+from blockpilot_hf.costs import CostTable
+from blockpilot_hf.features import (
+    LOG_PROB_FLOOR,
+    MAX_CONTEXT,
+    MAX_TEMPERATURE,
+    NUM_COMPACT_FEATURES,
+    policy_features,
+    projected_context,
+)
+from blockpilot_hf.modeling_blockpilot import BlockPilotPolicy, choose_by_seconds
+from blockpilot_hf.modeling_dflash import DFlashDraftModel
 
 VOCAB_SIZE = 100
+CONTEXT_SIZE = 8
+# A step costs the same at every size but for a little drafting, or as much as its width.
+FLAT = CostTable(
+    context_lengths=(64,), verify_s={1: (1.0,), 8: (1.0,)}, draft_s={2: (0.05,), 8: (0.05,)}, source="made up"
+)
+STEEP = CostTable(context_lengths=(64,), verify_s={1: (1.0,), 8: (5.0,)}, draft_s={2: (0.3,), 8: (1.0,)})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,6 +63,23 @@ def make_biased(*scores: float, **settings) -> BlockPilotPolicy:
     return policy
 
 
+def make_curve(seed: int = 0, **settings) -> BlockPilotPolicy:
+    return make_policy(seed, head="curve", features="compact+context", context_size=CONTEXT_SIZE, **settings)
+
+
+def make_fixed_curve(*taus: float, **settings) -> BlockPilotPolicy:
+    """A head that predicts these acceptance lengths at sizes 2, 4 and 8 for every prompt."""
+    policy = make_curve(block_sizes=[1, 2, 4, 8], **settings)
+    with torch.no_grad():
+        policy.fc_out.weight.zero_()
+        policy.fc_out.bias.copy_(((torch.tensor(taus) - 1) / torch.tensor([1.0, 3.0, 7.0])).logit())
+    return policy
+
+
+def make_context(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, CONTEXT_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
 # Configuration
 
 
@@ -61,7 +94,19 @@ def make_biased(*scores: float, **settings) -> BlockPilotPolicy:
         ({"block_sizes": [4.0, 8]}, "integers >= 1", {"block_sizes": [4, 8]}),
         ({"block_sizes": [8, 4]}, "strictly increasing", {"block_sizes": [4, 8]}),
         ({"block_sizes": [4, 4]}, "strictly increasing", {"block_sizes": [4, 5]}),
-        ({"head": "curve"}, r"`head` must be one of \['choice'\], got 'curve'", {"head": "choice"}),
+        ({"head": "rank"}, r"`head` must be one of \['choice', 'curve'\], got 'rank'", {"head": "choice"}),
+        (
+            {"head": "curve", "block_sizes": [2, 4]},
+            r"must be 1, plain decoding, and larger ones for `head=\"curve\"`, got \[2, 4\]",
+            {"head": "curve", "block_sizes": [1, 4]},
+        ),
+        ({"head": "curve", "block_sizes": [1]}, "larger ones", {"head": "choice", "block_sizes": [1]}),
+        (
+            {"features": "compact+context"},
+            "`context_size` must be set",
+            {"features": "compact+context", "context_size": 3},
+        ),
+        ({"context_size": 0}, "`context_size` must be an integer >= 1", {"context_size": 1}),
         ({"features": "hidden"}, "`features` must be one of", {"features": "compact"}),
         ({"features": "logits"}, "`vocab_size` must be set", {"features": "logits", "vocab_size": 7}),
         ({"vocab_size": 0}, "`vocab_size` must be an integer >= 1", {"vocab_size": 1}),
@@ -132,6 +177,23 @@ def test_config_keeps_every_field_when_saved(tmp_path):
         assert type(loaded) is BlockPilotConfig
         assert {name: getattr(loaded, name) for name in fields} == fields
         assert loaded.num_features == 11
+
+
+def test_width_of_the_head_is_by_default_its_kinds_and_is_kept(tmp_path):
+    assert BlockPilotConfig().hidden_size == 2048
+    assert BlockPilotConfig(head="curve", block_sizes=[1, 4]).hidden_size < 512
+    BlockPilotConfig(head="curve", block_sizes=[1, 4], hidden_size=2048).save_pretrained(tmp_path)
+    assert BlockPilotConfig.from_pretrained(tmp_path).hidden_size == 2048
+
+
+def test_a_config_of_before_there_were_curves_loads_as_it_was(tmp_path):
+    BlockPilotConfig(block_sizes=[2, 4], hidden_size=5).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    del saved["context_size"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    config = BlockPilotConfig.from_pretrained(tmp_path)
+    assert (config.head, config.features, config.hidden_size) == ("choice", "compact", 5)
+    assert config.num_features == NUM_COMPACT_FEATURES
 
 
 def test_config_changed_after_creation_is_checked_on_saving_and_in_the_model(tmp_path):
@@ -272,6 +334,83 @@ def test_features_refuse_bad_input(bad, message):
         policy_features(arguments.pop("logits"), **arguments)
 
 
+def test_context_features_are_the_compact_ones_and_the_context():
+    logits, context = make_logits(rows=2), make_context(rows=2)
+    settings = {"temperature": 0.7, "top_k": 16, "top_p": 0.9}
+    features = policy_features(logits, kind="compact+context", context=context, **settings)
+    expected = torch.cat([policy_features(logits, kind="compact", **settings), context], dim=-1)
+    assert features.dtype == torch.float32 and torch.equal(features, expected)
+    half = policy_features(logits, kind="compact+context", context=context.bfloat16(), **settings)
+    assert torch.equal(half[:, NUM_COMPACT_FEATURES:], context.bfloat16().float())
+    for kind in ("compact", "logits"):
+        assert torch.equal(policy_features(logits, kind=kind, context=context), policy_features(logits, kind=kind))
+
+
+def test_context_that_is_not_finite_leaves_the_features_finite():
+    bad = torch.tensor([[math.nan, math.inf, -math.inf, 1e30, 2.0]])
+    features = policy_features(make_logits(), kind="compact+context", context=bad)
+    assert features[0, NUM_COMPACT_FEATURES:].tolist() == [0.0, MAX_CONTEXT, -MAX_CONTEXT, MAX_CONTEXT, 2.0]
+    assert features.half().isfinite().all() and bad.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (None, "`context` must be given for .*, got None"),
+        (torch.zeros(CONTEXT_SIZE), r"shape \(2, context_size\)"),
+        (torch.zeros(1, CONTEXT_SIZE), r"shape \(2, context_size\).* got .*\(1, 8\)"),
+        (torch.zeros(2, CONTEXT_SIZE, dtype=torch.long), "must be floating-point"),
+    ],
+)
+def test_context_features_refuse_what_is_no_context(bad, message):
+    with pytest.raises(ValueError, match=message):
+        policy_features(make_logits(rows=2), kind="compact+context", context=bad)
+    policy_features(make_logits(rows=2), kind="compact+context", context=torch.zeros(2, CONTEXT_SIZE))
+
+
+def make_small_drafter() -> DFlashDraftModel:
+    torch.manual_seed(0)
+    config = DFlashConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=CONTEXT_SIZE,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        target_layer_ids=[0, 2],
+        mask_token_id=3,
+        block_size=4,
+    )
+    return DFlashDraftModel(config).eval()
+
+
+def test_projected_context_is_what_the_drafters_layers_read():
+    drafter = make_small_drafter()
+    read = []
+    drafter.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["context"]), with_kwargs=True
+    )
+    states = torch.randn(1, 5, 2 * CONTEXT_SIZE)
+    with torch.no_grad():
+        drafter(torch.randn(1, 4, CONTEXT_SIZE), states)
+    projected = projected_context(drafter, states[0])
+    assert projected.shape == (5, CONTEXT_SIZE) and not projected.requires_grad
+    torch.testing.assert_close(projected, read[0][0])
+    half = projected_context(drafter.bfloat16(), states[0])
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, projected, atol=0.1, rtol=0.1)
+
+
+def test_projected_context_refuses_drafters_and_states_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"needs a DFlash drafter, with layers `fc` and `hidden_norm`, got Linear"):
+        projected_context(torch.nn.Linear(2, 2), torch.zeros(1, 16))
+    for states in (torch.zeros(1, 15), torch.zeros(1, 1, 16)):
+        with pytest.raises(ValueError, match=r"must have shape \(rows, 16\), got"):
+            projected_context(make_small_drafter(), states)
+    projected_context(make_small_drafter(), torch.zeros(1, 16))
+
+
 # Head
 
 
@@ -333,6 +472,37 @@ def test_forward_refuses_features_of_another_width():
     assert policy(torch.zeros(1, NUM_COMPACT_FEATURES)).scores.shape == (1, 3)
 
 
+@pytest.mark.parametrize("context_size", [576, 4096])
+def test_default_curve_head_has_at_most_a_million_parameters(context_size):
+    config = BlockPilotConfig(
+        head="curve", features="compact+context", context_size=context_size, block_sizes=list(range(1, 17))
+    )
+    policy = BlockPilotPolicy(config)
+    assert sum(parameter.numel() for parameter in policy.parameters()) <= 1_000_000
+    assert policy(torch.zeros(1, NUM_COMPACT_FEATURES + context_size)).scores.shape == (1, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_curve_lies_between_plain_decoding_and_the_whole_block(dtype):
+    policy = make_curve(block_sizes=[1, 2, 4, 8]).to(dtype)
+    with torch.no_grad():
+        policy.fc_out.weight.mul_(30)
+    features = policy_features(make_logits(50) * 10, kind="compact+context", context=make_context(50) * 10)
+    curves = policy(features).scores
+    assert curves.dtype == torch.float32 and curves.shape == (50, 4)
+    assert (curves[:, 0] == 1).all()
+    assert (curves >= 1).all() and (curves <= torch.tensor([1, 2, 4, 8])).all()
+    assert (curves[:, 3] > 4).any() and (curves[:, 3] < 2).any()
+
+
+def test_curve_trains_every_parameter():
+    policy = make_curve().train()
+    policy(
+        policy_features(make_logits(8), kind="compact+context", context=make_context(8))
+    ).scores.log().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in policy.parameters())
+
+
 # Choice
 
 
@@ -344,6 +514,85 @@ def test_largest_score_wins_and_the_smallest_size_among_equals():
     assert choice.scores == {4: 0.5, 8: 2.0, 16: 1.0}
     assert list(choice.scores) == [4, 8, 16]
     assert "3 scores" in choice.reason
+
+
+def test_one_curve_chooses_large_blocks_where_steps_are_flat_and_small_ones_where_they_are_steep():
+    logits, context = make_logits(), make_context()
+    policy = make_fixed_curve(1.7, 2.6, 3.1)
+    flat, steep = (policy.choose(logits, context=context, costs=costs) for costs in (FLAT, STEEP))
+    assert (flat.block_size, steep.block_size) == (8, 1)
+    assert make_fixed_curve(1.9, 2.6, 3.1).choose(logits, context=context, costs=STEEP).block_size == 2
+    assert make_fixed_curve(1.99, 3.9, 3.95).choose(logits, context=context, costs=STEEP).block_size == 4
+    # A larger block that brings nothing is not drafted, however flat.
+    assert make_fixed_curve(1.7, 3.0, 3.0).choose(logits, context=context, costs=FLAT).block_size == 4
+    assert make_fixed_curve(1.001, 1.001, 1.001).choose(logits, context=context, costs=FLAT).block_size == 1
+
+
+def test_choice_of_a_curve_tells_speedups_and_acceptance_lengths():
+    policy = make_fixed_curve(1.7, 2.6, 3.1)
+    choice = policy.choose(make_logits(), context=make_context(), costs=FLAT)
+    assert choice.acceptance_lengths == pytest.approx({1: 1.0, 2: 1.7, 4: 2.6, 8: 3.1})
+    assert choice.scores == pytest.approx({1: 1.0, 2: 1.7 / 1.05, 4: 2.6 / 1.05, 8: 3.1 / 1.05})
+    assert list(choice.scores) == [1, 2, 4, 8]
+    assert "3.10 tokens per step expected, 2.95 times plain decoding" in choice.reason
+    assert make_policy().choose(make_logits()).acceptance_lengths is None
+
+
+def test_a_curve_is_read_at_the_prompts_length():
+    growing = CostTable(
+        context_lengths=(64, 4096), verify_s={1: (1.0, 1.0), 8: (1.0, 4.0)}, draft_s={2: (0.1, 0.1), 8: (0.1, 0.1)}
+    )
+    policy = make_fixed_curve(1.9, 2.6, 3.1)
+    sizes = [
+        policy.choose(make_logits(), context=make_context(), costs=growing, context_length=length).block_size
+        for length in (64, 4096)
+    ]
+    assert sizes == [8, 2]
+
+
+def test_smallest_size_wins_among_equal_speedups():
+    table = CostTable(context_lengths=(64,), verify_s={1: (1.0,), 4: (1.0,)}, draft_s={2: (1.0,), 4: (1.0,)})
+    assert choose_by_seconds({1: 1.0, 2: 2.0, 4: 2.0}, table) == (1, {1: 1.0, 2: 1.0, 4: 1.0})
+    assert choose_by_seconds({1: 1.0, 2: 2.5, 4: 2.5}, table)[0] == 2
+
+
+def test_curve_follows_the_context():
+    policy = make_fixed_curve(1.05, 1.1, 1.1)
+    with torch.no_grad():
+        policy.layers[0].weight.zero_()
+        policy.layers[0].weight[0, NUM_COMPACT_FEATURES + 2] = 1.0
+        policy.layers[1].weight.zero_()
+        policy.fc_out.weight[:, 0] = 1.0
+    known, unknown = torch.zeros(2, CONTEXT_SIZE)
+    known[2] = 50.0
+    assert policy.choose(make_logits(), context=known, costs=FLAT).block_size == 8
+    assert policy.choose(make_logits(), context=unknown, costs=STEEP).block_size == 1
+
+
+def test_choice_head_does_not_look_at_context_and_costs():
+    policy, logits = make_policy(), make_logits()
+    assert policy.choose(logits, context=torch.zeros(3, 3), costs="none", context_length=7) == policy.choose(logits)
+
+
+def test_choice_head_may_read_context_too():
+    policy = make_policy(features="compact+context", context_size=CONTEXT_SIZE)
+    one, other = (policy.choose(make_logits(), context=make_context(seed=seed)) for seed in (0, 1))
+    assert one.scores != other.scores and one.acceptance_lengths is None
+
+
+def test_a_curve_says_what_it_needs():
+    policy, logits = make_curve(), make_logits()
+    with pytest.raises(ValueError, match=r"`costs` must be given to policy .* Pass a cost table, such as `costs_for"):
+        policy.choose(logits, context=make_context())
+    with pytest.raises(ValueError, match=r"`context` must be given to policy .* Pass `projected_context\(drafter"):
+        policy.choose(logits, costs=FLAT)
+    with pytest.raises(ValueError, match=r"`context` must have shape \(1, 8\), .* got \(1, 9\)"):
+        policy.choose(logits, context=torch.zeros(9), costs=FLAT)
+    choice = policy.choose(logits, context=make_context()[0], costs=FLAT)
+    assert choice == policy.choose(logits, context=make_context(), costs=FLAT)
+    # Without context it has to be of features that need none.
+    compact = make_policy(head="curve")
+    assert compact.choose(logits, costs=FLAT).acceptance_lengths.keys() == {1, 4, 8}
 
 
 @pytest.mark.parametrize("kind", ["compact", "logits"])
@@ -473,6 +722,19 @@ def test_saved_policy_loads_bit_equal(tmp_path, kind, dtype):
     assert not BlockPilotPolicy.from_pretrained(tmp_path).training
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_curve_loads_bit_equal_and_chooses_alike(tmp_path, dtype):
+    policy = make_curve().to(dtype)
+    policy.save_pretrained(tmp_path)
+    for loaded in (BlockPilotPolicy.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)):
+        assert (loaded.config.head, loaded.config.context_size) == ("curve", CONTEXT_SIZE)
+        state = policy.state_dict()
+        assert loaded.state_dict().keys() == state.keys()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+        asked = {"context": make_context(), "costs": FLAT}
+        assert loaded.choose(make_logits(), **asked) == policy.choose(make_logits(), **asked)
+
+
 def test_policy_loads_in_another_dtype_on_request(tmp_path):
     policy = make_policy()
     policy.save_pretrained(tmp_path)
@@ -591,7 +853,7 @@ REMOTE = """
         config = AutoConfig.from_pretrained(path, trust_remote_code=True)
         assert config.block_sizes == policy.config.block_sizes and "LABEL" not in repr(config)
         try:
-            type(config)(head="curve")
+            type(config)(head="rank")
         except ValueError as error:
             assert "`head` must be one of" in str(error)
         else:

@@ -1,14 +1,18 @@
 """The policy learns which block size is best, from features that tell; prompts are on one side of a split only."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sweeps import COSTS, KINDS, SIZES, TRAINING_SIZE, hash_of, make_row, make_rows
 
-from blockpilot_hf.features import policy_features
+from blockpilot_hf.costs import CostTable
+from blockpilot_hf.features import NUM_COMPACT_FEATURES, policy_features
 from blockpilot_hf.policy_training import (
     PolicyTrainingConfig,
     best_choice,
     best_epoch,
+    curve_accuracy,
     label_weights,
     policy_choices,
     prompt_numbers,
@@ -20,6 +24,10 @@ from blockpilot_hf.policy_training import (
 )
 
 CANDIDATES = [1, 4, 6]
+CONTEXT = {"head": "curve", "features": "compact+context"}
+# Blocks that cost the same at every size, and blocks that cost their width.
+FLAT = CostTable(context_lengths=(8,), verify_s={1: (1.0,), 6: (1.0,)}, draft_s={2: (0.4,), 6: (0.4,)})
+STEEP = CostTable(context_lengths=(8,), verify_s={1: (1.0,), 6: (6.0,)}, draft_s={2: (0.1,), 6: (0.5,)})
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +74,103 @@ def test_a_head_over_the_vocabulary_learns_too():
     assert policy.choose(torch.tensor(test[0].logits)).block_size == policy_choices(policy, test[:1])[0]
     with pytest.raises(ValueError, match="--keep-logits"):
         train_policy(make_rows(9, 0), make_rows(9, 1), CANDIDATES, config, COSTS)
+
+
+@pytest.fixture(scope="module")
+def curve():
+    """Trained on what the context alone tells, and texts that it has not seen."""
+    train, validation, test = (make_rows(n, seed, context_size=12) for n, seed in ((240, 0), (80, 1), (80, 2)))
+    policy, log = train_policy(train, validation, CANDIDATES, PolicyTrainingConfig(**CONTEXT, epochs=60))
+    return policy, log, train, test
+
+
+def test_a_curve_learns_acceptance_lengths_from_context(curve):
+    policy, log, train, test = curve
+    assert (policy.config.head, policy.config.context_size, policy.training) == ("curve", 12, False)
+    assert best_epoch(log)["validation"] > 0.5 > log[0]["validation"]
+    accuracy = curve_accuracy(policy, test, train)
+    assert [entry["block_size"] for entry in accuracy] == [4, 6]
+    found, mean = values(test, CANDIDATES, "tau"), values(train, CANDIDATES, "tau").mean(0)
+    for i, entry in enumerate(accuracy, 1):
+        assert entry["mean"] == pytest.approx(found[:, i].mean().item())
+        assert entry["mean_absolute_error"] < 0.5 * entry["mean_absolute_error_of_the_mean"]
+        assert entry["mean_absolute_error_of_the_mean"] == pytest.approx((found[:, i] - mean[i]).abs().mean().item())
+        assert 0.5 < entry["r2"] <= 1
+
+
+def test_one_curve_is_right_under_every_table(curve):
+    policy, _, _, test = curve
+    flat, steep = policy_choices(policy, test, FLAT), policy_choices(policy, test, STEEP)
+    assert set(flat) == {1, 4, 6} and set(steep) == {1}
+    for costs in (FLAT, COSTS):
+        worth = values(test, CANDIDATES, "seconds", costs)
+        picked = torch.tensor([CANDIDATES.index(size) for size in policy_choices(policy, test, costs)])
+        own = worth.gather(1, picked[:, None]).mean()
+        assert worth.mean(0).max() + 0.05 < own <= worth.max(1).values.mean() + 1e-6
+
+
+def test_choices_of_a_curve_are_those_that_decoding_would_take(curve):
+    policy, _, _, test = curve
+    growing = CostTable(
+        context_lengths=(4, 9), verify_s={1: (1.0, 1.0), 6: (1.0, 6.0)}, draft_s={2: (0.4, 0.4), 6: (0.4, 0.4)}
+    )
+    logits, rows = torch.randn(12, 200) * 3, []
+    for i, row in enumerate(test[:12]):
+        features = policy_features(logits[i : i + 1], kind="compact")[0].tolist()
+        rows.append(replace(row, features=tuple(features), num_prompt_tokens=4 + 5 * (i % 2)))
+    for costs in (FLAT, COSTS, growing):
+        decoded = [
+            policy.choose(
+                logits[i], context=torch.tensor(row.context), costs=costs, context_length=row.num_prompt_tokens
+            ).block_size
+            for i, row in enumerate(rows)
+        ]
+        assert policy_choices(policy, rows, costs) == decoded
+    with pytest.raises(ValueError, match=r"predicts acceptance lengths and chooses by `costs` .*, got None"):
+        policy_choices(policy, rows)
+
+
+def test_a_curve_of_texts_that_nothing_tells_apart_is_their_mean():
+    train, validation, test = (make_rows(n, s, tells=False, context_size=12) for n, s in ((240, 3), (80, 4), (80, 5)))
+    config = PolicyTrainingConfig(**CONTEXT, epochs=40, patience=5)
+    policy, _ = train_policy(train, validation, CANDIDATES, config)
+    mean = values(train, CANDIDATES, "tau").log().mean(0).exp()
+    for i, entry in enumerate(curve_accuracy(policy, test, train), 1):
+        assert entry["mean_predicted"] == pytest.approx(mean[i].item(), rel=0.15)
+        assert entry["r2"] < 0.1
+
+
+def test_a_curve_tells_the_temperatures_of_one_prompt_apart():
+    def drawn(number, seed):
+        rows = make_rows(number, seed, temperatures=(0.0, 1.0), tells=False)
+        known, unknown = (make_row("x", kind).num_accepted for kind in (KINDS[2], KINDS[0]))
+        return [replace(row, num_accepted=unknown if row.temperature else known) for row in rows]
+
+    config = PolicyTrainingConfig(head="curve", epochs=60, learning_rate=0.01)
+    policy, _ = train_policy(drawn(100, 0), drawn(30, 1), CANDIDATES, config)
+    test = drawn(20, 2)
+    picked = zip(policy_choices(policy, test, FLAT), test, strict=True)
+    assert sum(size == (1 if row.temperature else 6) for size, row in picked) >= 36  # of 40, and one size gets 20
+
+
+def test_a_curve_needs_rows_with_context_and_no_rule():
+    config = PolicyTrainingConfig(**CONTEXT, epochs=1)
+    with pytest.raises(ValueError, match=r"needs the drafter's context, and the sweep has none \(text '0-0'\)"):
+        train_policy(make_rows(9, 0), make_rows(9, 1), CANDIDATES, config)
+    policy, _ = train_policy(make_rows(9, 0), make_rows(9, 1), CANDIDATES, replace(config, features="compact"))
+    assert policy.config.num_features == NUM_COMPACT_FEATURES
+    with pytest.raises(ValueError, match="must be 1, plain decoding, and larger ones"):
+        train_policy(make_rows(9, 0), make_rows(9, 1), [4, 6], replace(config, features="compact"))
+
+
+def test_the_same_seed_gives_the_same_curve():
+    train, validation = make_rows(30, 0, context_size=3), make_rows(9, 1, context_size=3)
+    config = PolicyTrainingConfig(**CONTEXT, epochs=3, input_dropout=0.3)
+    one, two, other = (
+        train_policy(train, validation, CANDIDATES, replace(config, seed=seed))[0].state_dict() for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["fc_out.weight"], other["fc_out.weight"])
 
 
 def test_choices_are_those_that_decoding_would_take(sides):
@@ -186,7 +291,16 @@ def test_answers_without_a_step_are_left_out():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"objective": "tau"}, {"rule": "speed"}, {"features": "all"}, {"hidden_size": 0}, {"epochs": 1.5}]
+    "wrong",
+    [
+        {"head": "rank"},
+        {"objective": "tau"},
+        {"rule": "speed"},
+        {"features": "all"},
+        {"hidden_size": 0},
+        {"epochs": 1.5},
+        {"input_dropout": 1.0},
+    ],
 )
 def test_settings_that_cannot_work_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -194,3 +308,7 @@ def test_settings_that_cannot_work_are_refused(wrong):
     with pytest.raises(ValueError, match="class_weights"):
         PolicyTrainingConfig(class_weights=True, objective="speed")
     PolicyTrainingConfig(class_weights=True, objective="label")
+    for labels in ({"class_weights": True}, {"objective": "speed"}):
+        with pytest.raises(ValueError, match="`class_weights` and `objective` are for head 'choice'"):
+            PolicyTrainingConfig(head="curve", **labels)
+    PolicyTrainingConfig(head="curve")

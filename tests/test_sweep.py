@@ -87,7 +87,7 @@ def test_features_are_those_that_a_policy_gets_in_decoding(pair, texts, swept):
     seen = []
 
     class Spy(BlockPilotPolicy):
-        def choose(self, logits, **settings):
+        def choose(self, logits, *, context=None, costs=None, context_length=None, **settings):
             seen.append(policy_features(logits, kind="compact", **settings)[0])
             return super().choose(logits, **settings)
 
@@ -99,6 +99,31 @@ def test_features_are_those_that_a_policy_gets_in_decoding(pair, texts, swept):
         row = next(row for row in swept[1].rows if row.id == text.id)
         assert row.features == pytest.approx(seen[-1].tolist(), abs=1e-5)
     assert len(seen) == 2 and not torch.equal(seen[0], seen[1])
+
+
+def test_context_is_what_the_drafter_makes_of_the_prompts_last_position(pair, texts, swept):
+    target, drafter = pair
+    by_id = {row.id: row for row in swept[1].rows}
+    for text in (texts[0], texts[4]):
+        prompt = torch.tensor([text.prompt_ids])
+        taps = [i + 1 for i in drafter.config.target_layer_ids]
+        with torch.no_grad():
+            states = target(prompt, output_hidden_states=taps).hidden_states
+            expected = drafter.hidden_norm(drafter.fc(torch.cat([states[i][:, -1] for i in taps], dim=-1)))[0]
+        assert by_id[text.id].context == pytest.approx(expected.tolist(), abs=1e-5)
+    # That of one prompt, whatever the answer and its temperature.
+    assert by_id["t0-warm"].context == pytest.approx(by_id["t0"].context, abs=1e-5)
+    assert by_id["t0"].context != pytest.approx(by_id["t4"].context, abs=1e-2)
+
+
+def test_a_folder_of_before_the_context_was_kept_still_reads(swept, tmp_path):
+    folder, sweep = swept
+    datasets.load_from_disk(str(folder)).remove_columns("context").save_to_disk(tmp_path)
+    settings = {name: value for name, value in sweep.settings.items() if name != "keep_context"}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    old = read_sweep(tmp_path)
+    assert old.rows == [replace(row, context=None) for row in sweep.rows]
+    assert len(sweep.rows[0].context) == 32 == make_drafter(make_target()).config.hidden_size
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3"])
@@ -136,6 +161,7 @@ def test_the_folder_is_a_dataset_and_says_what_it_depends_on(pair, texts, swept)
         "is_packed": False,
         "max_new_tokens": None,
         "temperatures": [0.0, 0.7],
+        "keep_context": True,
         "keep_logits": False,
         "all_positions": False,
     }
@@ -196,6 +222,11 @@ def test_logits_and_all_positions_are_kept_on_request(pair, texts, swept, tmp_pa
     with torch.no_grad():
         expected = pair[0](torch.tensor([text.prompt_ids])).logits[0, -1]
     assert row.logits == pytest.approx(expected.tolist(), abs=1e-5)
+    assert row.accepted_at.keys() == row.confidence_at.keys() == set(SIZES)
+    for size in SIZES:
+        assert len(row.confidence_at[size]) == (NUM_NEW - 1 if size > 1 else 0)
+        assert all(len(of_anchor) == size - 1 for of_anchor in row.confidence_at[size])
+        assert all(0 <= value <= 1 for of_anchor in row.confidence_at[size] for value in of_anchor)
     for entry in datasets.load_from_disk(str(folder)):
         for size, walked, at in zip(SIZES, entry["num_accepted"], entry["accepted_at"], strict=True):
             assert len(at) == NUM_NEW - 1 and max(at) < size
