@@ -175,11 +175,17 @@ def policy_card(
     priced = "; times plain is the speed over plain decoding under the\ncost table below, prefill aside"
     priced = "" if record["costs"] is None else priced
     more = "" if name == EMBEDDED_POLICY_NAME else "\nfrom blockpilot_hf.loading import embedded_drafter_dir"
+    reads = "reads the target's distribution at the last prompt position, once per prompt, and picks"
+    if training is not None and training["settings"].get("head") == "curve":
+        reads = (
+            "reads the target's distribution and the drafter's context at the last prompt position, once per prompt, "
+            "predicts the acceptance\nlength at every block size, and under the costs of the device at hand picks"
+        )
     body = f"""\
 # {name}
 
 A [BlockPilot](https://arxiv.org/abs/2606.31315) policy for [{EMBEDDED_DRAFTER_NAME}](../{EMBEDDED_DRAFTER_NAME}) and SmolLM2-135M-Instruct: it
-reads the target's distribution at the last prompt position, once per prompt, and picks {picks}.
+{reads} {picks}.
 
 ```python
 from blockpilot_hf import BlockPilot
@@ -282,17 +288,45 @@ def _training(training: dict[str, Any] | None) -> str:
         return ""
     settings, prompts = training["settings"], training["num_prompts"]
     rule = "tokens per second under the cost table" if settings["rule"] == "seconds" else "acceptance length"
+    compact = "64 sorted log-probabilities, entropy, margin and the sampling settings"
     features = {
-        "compact": "64 sorted log-probabilities, entropy, margin and the sampling settings",
+        "compact": compact,
+        "compact+context": f"{compact}; the drafter's projected context",
         "logits": "the logits over the whole vocabulary",
     }[settings["features"]]
+    if settings.get("head") == "curve":
+        learned = "Learned: the acceptance length at every block size (squared error of its logarithm)"
+        objective = ""
+    else:
+        learned = f"Labels: the block size with the most {rule}, the smallest among equals"
+        weighted = ", class weights" if settings["class_weights"] else ""
+        objective = f' Objective "{settings["objective"]}"{weighted}.'
     return f"""
 ## Training
 
-Labels: the block size with the most {rule}, the smallest among equals, on {training["num_texts"]["train"]:,} texts of {prompts["train"]:,} prompts; stopped by {prompts["validation"]:,} other
-prompts, the best of {settings["num_seeds"]} seed{"s" if settings["num_seeds"] > 1 else ""}. Objective "{settings["objective"]}"{", class weights" if settings["class_weights"] else ""}. Features: {features}.
-Command: `{training["run_info"]["command"]}`.{_notes(training["run_info"])}
+{learned}, on {training["num_texts"]["train"]:,} texts of {prompts["train"]:,} prompts; stopped by {prompts["validation"]:,} other
+prompts, the best of {settings["num_seeds"]} seed{"s" if settings["num_seeds"] > 1 else ""}.{objective} Features: {features}.
+{_accuracy(training)}Command: `{training["run_info"]["command"]}`.{_notes(training["run_info"])}
 """
+
+
+def _accuracy(training: dict[str, Any]) -> str:
+    """How well a curve head predicts on the prompts that stopped its training."""
+    entries = (training.get("curve_accuracy") or {}).get("validation")
+    if not entries:
+        return ""
+    rows = [
+        [
+            str(entry["block_size"]),
+            f"{entry['mean']:.2f}",
+            f"{entry['mean_absolute_error']:.3f}",
+            f"{entry['mean_absolute_error_of_the_mean']:.3f}",
+            f"{entry['r2']:.2f}",
+        ]
+        for entry in entries
+    ]
+    header = ["block size", "tau", "mean absolute error", "of predicting the training mean", "r2"]
+    return f"On those prompts:\n\n{_table(header, rows)}\n\n"
 
 
 def _made_for(sampling: dict[str, Any] | None) -> str:
