@@ -282,8 +282,8 @@ def test_without_a_drafter_the_embedded_pilot_answers(run, monkeypatch, folders)
     )
     pilot = load_pilot(str(folders / "drafter"), str(folders / "policy"), target)
 
-    def from_pretrained(cls, *, policy, pack, dtype):
-        assert dtype == target.dtype
+    def from_pretrained(cls, *, policy, pack, dtype, adapt, costs):
+        assert dtype == target.dtype and (adapt, costs) == ("prompt", None)
         asked.append((policy, pack))
         return pilot if policy is None else BlockPilot(pilot.drafter, policy)
 
