@@ -27,7 +27,7 @@ from .drafter_record import TrainingPrompts, package_versions, read_training_pro
 from .evaluation import comparisons_of, evaluate, overlapping
 from .evaluation_display import policy_label
 from .evaluation_plots import CHOICES_PLOT, TAU_PLOT, draw_choices, draw_tau
-from .evaluation_rules import GROUPS, Comparison, group_of
+from .evaluation_rules import GROUPS, Comparison, facts_of
 from .json_lines import write_json
 from .loading import embedded_drafter_dir, load_policy
 from .policy_training import policy_choices, with_steps
@@ -398,14 +398,7 @@ def _per_prompt(
     chosen = {name: policy_choices(policy, rows, costs) for name, policy in policies.items()}
     return [
         {
-            "id": row.id,
-            "prompt_id": row.prompt_id,
-            "category": row.category,
-            "group": group_of(row.category, groups),
-            "temperature": row.temperature,
-            "seed": row.seed,
-            "num_prompt_tokens": row.num_prompt_tokens,
-            "num_new_tokens": row.num_new_tokens,
+            **facts_of(row, groups),
             "num_steps": {str(size): row.num_steps(size) for size in sizes},
             "acceptance_length": {str(size): row.acceptance_length(size) for size in sizes},
             "chosen": {name: picked[i] for name, picked in chosen.items()},

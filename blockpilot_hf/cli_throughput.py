@@ -18,7 +18,7 @@ from .costs import CostTable, costs_key
 from .default_costs import costs_for
 from .drafter_record import package_versions
 from .evaluation_display import Table, policy_label
-from .evaluation_rules import group_of
+from .evaluation_rules import facts_of
 from .json_lines import read_lines, write_json
 from .modeling_blockpilot import BlockPilotPolicy
 from .policy_training import with_steps
@@ -469,14 +469,7 @@ def _per_prompt(simulated: Sequence[Any], groups: dict[str, list[str]]) -> list[
             entry = entries.setdefault(
                 (row.temperature, row.id),
                 {
-                    "id": row.id,
-                    "prompt_id": row.prompt_id,
-                    "category": row.category,
-                    "group": group_of(row.category, groups),
-                    "temperature": row.temperature,
-                    "seed": row.seed,
-                    "num_prompt_tokens": row.num_prompt_tokens,
-                    "num_new_tokens": row.num_new_tokens,
+                    **facts_of(row, groups),
                     "seconds": {},
                     "chosen": {},
                 },

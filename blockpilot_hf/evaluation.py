@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .costs import CostTable
-from .evaluation_rules import ALL, GROUPS, Comparison, Judged
+from .evaluation_rules import ALL, GROUPS, Comparison, Judged, ordered_groups
 from .modeling_blockpilot import BlockPilotPolicy
 from .policy_training import window
 from .sweep import SweepRow
@@ -115,7 +115,6 @@ def evaluate(
             costs,
         )
         numbers = prompt_numbers(judged.rows)
-        members = {row_group: i for i, row_group in enumerate(dict.fromkeys(judged.groups(groups)))}
         result: dict[str, Any] = {
             "temperature": temperature,
             "num_prompts": len(set(numbers)),
@@ -131,17 +130,11 @@ def evaluate(
             ],
         }
         results.append(result)
-        jobs += [(result, judged, name) for name in [*sorted(members, key=_order(groups)), ALL]]
+        jobs += [(result, judged, name) for name in ordered_groups(judged.groups(groups), groups)]
     for result, judged, name in progress(jobs, "bootstrap"):
         of_rows = np.array([name in (ALL, group) for group in judged.groups(groups)])
         judged.judge(result, name, of_rows, num_resamples, seed)
     return results
-
-
-def _order(groups: Mapping[str, Sequence[str]]) -> Callable[[str], tuple[int, str]]:
-    """Known groups in their order, then others by name."""
-    known = list(groups)
-    return lambda name: (known.index(name) if name in known else len(known), name)
 
 
 __all__ = ["comparisons_of", "evaluate", "overlapping"]

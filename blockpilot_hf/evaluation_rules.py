@@ -5,7 +5,7 @@ the block sizes for every text, so that its acceptance length and its speed unde
 also for a random choice. Knows nothing of files.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,6 +56,27 @@ class Comparison:
 def group_of(category: str, groups: Mapping[str, Sequence[str]] = GROUPS) -> str:
     """The reporting group of a category."""
     return next((name for name, members in groups.items() if category in members), category)
+
+
+def ordered_groups(of_rows: Iterable[str], groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """The groups that occur, known ones in their order, then others by name, then all."""
+    known = list(groups)
+    found = set(of_rows) - {ALL}
+    return [*(name for name in known if name in found), *sorted(found - set(known)), ALL]
+
+
+def facts_of(row: SweepRow, groups: Mapping[str, Sequence[str]] = GROUPS) -> dict[str, Any]:
+    """What a record says of a text, before what was found on it."""
+    return {
+        "id": row.id,
+        "prompt_id": row.prompt_id,
+        "category": row.category,
+        "group": group_of(row.category, groups),
+        "temperature": row.temperature,
+        "seed": row.seed,
+        "num_prompt_tokens": row.num_prompt_tokens,
+        "num_new_tokens": row.num_new_tokens,
+    }
 
 
 class Judged:
@@ -264,8 +285,10 @@ __all__ = [
     "Comparison",
     "Judged",
     "by_prompt",
+    "facts_of",
     "group_of",
     "has_clear_gain",
+    "ordered_groups",
     "reference_rule",
     "taus",
 ]

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from .checks import check_drafter
 from .configuration_dflash import is_dflash_config_dict
+from .costs import has_native_bfloat16
 from .modeling_blockpilot import BlockPilotPolicy
 from .modeling_dflash import DFlashDraftModel
 from .packing import pack_linear_weights, packing_pays
@@ -87,10 +88,7 @@ def native_dtype(device: str | torch.device = "cpu") -> torch.dtype:
     """
     if torch.device(device).type != "cpu":
         return torch.bfloat16
-    # Not in every torch; a processor that nothing is known of gets float32, which is quick enough everywhere.
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    has_bfloat16 = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+    return torch.bfloat16 if has_native_bfloat16() else torch.float32
 
 
 def load_policy(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from .candidate_generator import sizes_up_to
 from .costs import CostTable
-from .evaluation_rules import ALL, ENOUGH_PROMPTS, GROUPS, by_prompt, group_of
+from .evaluation_rules import ALL, ENOUGH_PROMPTS, GROUPS, by_prompt, group_of, ordered_groups
 from .flight_simulation import answer_costs, fly, least_seconds
 from .intervals import Means, bootstrap_intervals
 from .modeling_blockpilot import BlockPilotPolicy
@@ -301,13 +301,6 @@ def judge_rules(
     }
 
 
-def ordered_groups(of_rows: Iterable[str], groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """The groups that occur, known ones in their order, then others by name, then all."""
-    known = list(groups)
-    found = set(of_rows) - {ALL}
-    return [*(name for name in known if name in found), *sorted(found - set(known)), ALL]
-
-
 def _mean(column: str) -> Callable[[Means], np.ndarray]:
     return lambda means: means[column]
 
@@ -330,7 +323,6 @@ __all__ = [
     "is_in_seconds",
     "judge",
     "judge_rules",
-    "ordered_groups",
     "predicted_curves",
     "seconds_by_size",
     "simulate",

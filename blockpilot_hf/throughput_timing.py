@@ -16,11 +16,11 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from .costs import CostTable
-from .evaluation_rules import ALL, ENOUGH_PROMPTS, GROUPS, group_of
+from .evaluation_rules import ALL, ENOUGH_PROMPTS, GROUPS, group_of, ordered_groups
 from .generate import BlockPilot
 from .intervals import Means, bootstrap_intervals
 from .json_lines import append_line
-from .throughput import PLAIN, SLOW, ordered_groups
+from .throughput import PLAIN, SLOW
 from .trace import DecodeTrace
 
 _WARM_UP_TOKENS = 8
