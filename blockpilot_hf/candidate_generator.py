@@ -17,7 +17,16 @@ from transformers.cache_utils import DFlashCache
 from transformers.generation import CandidateGenerator
 from transformers.utils import logging
 
-from .checks import check_adapt, check_block_size, check_drafter, check_pair, check_policy, check_states, vocab_rows
+from .checks import (
+    check_adapt,
+    check_block_size,
+    check_drafter,
+    check_pair,
+    check_policy,
+    check_states,
+    default_adapt,
+    vocab_rows,
+)
 from .costs import CostTable
 from .default_costs import costs_for
 from .features import projected_context
@@ -38,9 +47,9 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         generation_config (`GenerationConfig`): Of this call, with `max_length` set.
         policy (`BlockPilotPolicy`, *optional*): Chooses the block size after the prefill.
         block_size (`int`, *optional*): Fixes the block size; goes before the policy.
-        adapt (`str`, *optional*, defaults to `"prompt"`):
+        adapt (`str`, *optional*):
             `"prompt"`: one block size for the whole answer. `"flight"`: each step decides how much to draft and to
-            verify, from what was accepted so far.
+            verify, from what was accepted so far. By default as [`default_adapt`] says.
         costs ([`CostTable`], *optional*): Seconds of passes; by default [`costs_for`] the pair, where they are needed.
         draft_sampling (`bool`, *optional*, defaults to `False`):
             Draw the drafted tokens from the drafter's distribution when sampling, instead of taking its argmax.
@@ -59,7 +68,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         *,
         policy: Any = None,
         block_size: int | None = None,
-        adapt: str = "prompt",
+        adapt: str | None = None,
         costs: CostTable | None = None,
         draft_sampling: bool = False,
     ):
@@ -79,7 +88,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         self.scores: dict[int, float] | None = None
         self.reason = "fixed by the caller"
         self.costs = costs
-        self.adapt = adapt
+        self.adapt = adapt or ("prompt" if block_size is not None else default_adapt(self.policy))
         self._flight: Flight | None = None
         self._sampling = _draft_sampling(generation_config) if draft_sampling else None
         self._limits = position_limits(target)
@@ -175,9 +184,8 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         return policy.choose(logits, **settings)
 
     def _take_off(self, prior: dict[int, float] | None) -> None:
-        """Blocks may be as large as the policy's candidates; without one, as the drafter was trained for."""
-        sizes = sorted(prior) if prior else sizes_up_to(self.block_size)
-        self._flight = Flight(self.costs, sizes, prior=prior)
+        """Blocks may be as large as the policy's largest candidate; without one, as the drafter was trained for."""
+        self._flight = Flight(self.costs, sizes_up_to(max(prior) if prior else self.block_size), prior=prior)
 
     def observe(self, hidden_states: tuple[torch.Tensor | None, ...], kept: torch.Tensor | int) -> None:
         """

@@ -5,6 +5,7 @@ Figures in a card come from `validation.json`, `evaluation.json` and `training.j
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .evaluation_display import (
     temperature_name,
 )
 from .evaluation_rules import ENOUGH_PROMPTS
+from .throughput_card import RECORDS, throughput_section
 
 _BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DATASETS = ["openai/gsm8k"]
@@ -145,7 +147,10 @@ def _temperatures(meta: dict[str, Any]) -> str:
 
 
 def policy_card(
-    record: dict[str, Any], name: str = EMBEDDED_POLICY_NAME, training: dict[str, Any] | None = None
+    record: dict[str, Any],
+    name: str = EMBEDDED_POLICY_NAME,
+    training: dict[str, Any] | None = None,
+    throughput: Sequence[dict[str, Any]] = (),
 ) -> str:
     """
     A policy's `README.md`.
@@ -154,6 +159,7 @@ def policy_card(
         record (`dict`): Of `blockpilot evaluate`, as in `evaluation.json`.
         name (`str`): The policy's, in the record too, unless it is the only one there.
         training (`dict`, *optional*): Of `blockpilot train-policy`, as in `training.json`.
+        throughput (`Sequence[dict]`, *optional*): Of `blockpilot evaluate --objective throughput`.
 
     Raises:
         `ValueError`: if the record has several policies and none of that name.
@@ -214,7 +220,7 @@ was chosen on the training prompts; the best per text cannot be had without deco
 
 Command: `{record["run_info"]["command"]}`. Weights (fingerprints): policy `{known[policy]["fingerprint"]}`, drafter
 `{sweep["drafter_fingerprint"]}`, target `{sweep["target_fingerprint"]}`. By prompt: `evaluation.json`.
-{_costs(record["costs"])}{_training(training)}
+{_flight(throughput)}{_costs(record["costs"])}{_training(training)}
 ## Limits
 
 - It fits the drafter and the target named above.
@@ -257,6 +263,11 @@ def _checked(record: dict[str, Any]) -> str:
     told = f"Hashes of the prompts were compared with {checked} of {len(lists)} lists of training prompts; "
     told += f"{dropped} that were on one were left out." if dropped else "none was on one."
     return told + (f" Without a list: {', '.join(unknown)}." if unknown else "")
+
+
+def _flight(records: Sequence[dict[str, Any]]) -> str:
+    section = throughput_section(records)
+    return f"\n{section}" if section else ""
 
 
 def _costs(costs: dict[str, Any] | None) -> str:
@@ -377,7 +388,8 @@ def card_of_policy(folder: Path) -> str:
     """The card that the records in a policy's folder give."""
     training = folder / "training.json"
     known = _read(training) if training.is_file() else None
-    return policy_card(_read(folder / "evaluation.json"), folder.name, known)
+    throughput = [_read(path) for path in sorted(folder.glob(RECORDS))]
+    return policy_card(_read(folder / "evaluation.json"), folder.name, known, throughput)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -33,6 +33,12 @@ def check_adapt(adapt: Any, block_size: Any = None) -> None:
         )
 
 
+def default_adapt(policy: Any) -> str:
+    """How a call decides that was told nothing: in flight, unless its policy names one size for the whole answer."""
+    names_one_size = policy is not None and getattr(policy.config, "head", "") != "curve"
+    return "prompt" if names_one_size else "flight"
+
+
 def check_block_size(block_size: Any) -> None:
     if isinstance(block_size, bool) or not isinstance(block_size, Integral) or block_size < 1:
         raise ValueError(

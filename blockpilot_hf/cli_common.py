@@ -45,10 +45,11 @@ Policy = Annotated[
     ),
 ]
 Adapt = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="prompt: one block size for the whole answer. flight: each step decides how much to draft and to verify.",
+        help="flight: each step decides how much to draft and to verify. prompt: one block size for the whole answer.",
         metavar="|".join(ADAPT),
+        show_default="flight; prompt with a policy that names one size",
     ),
 ]
 Costs = Annotated[
@@ -141,7 +142,7 @@ def load_pilot(
     target: Any,
     *,
     pack: bool = True,
-    adapt: str = "prompt",
+    adapt: str | None = None,
     costs: Path | None = None,
 ) -> BlockPilot:
     """

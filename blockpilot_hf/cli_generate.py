@@ -69,7 +69,7 @@ def generate(
     drafter: Drafter = None,
     policy: Policy = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Fix the block size; 1 is plain decoding.")] = None,
-    adapt: Adapt = "prompt",
+    adapt: Adapt = None,
     costs: Costs = None,
     system: Annotated[
         str | None, typer.Option(help="System message.", show_default="that of the target's chat template")

@@ -56,8 +56,18 @@ def sweep(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="That many texts, a like share of every category.")] = None,
     all_positions: Annotated[
-        bool, typer.Option("--all-positions", help="Also the accepted counts after every anchor. Takes longer.")
+        bool,
+        typer.Option(
+            "--all-positions",
+            help="Also what is accepted after every anchor, with the drafter's confidence, for decisions in flight.",
+        ),
     ] = False,
+    position_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="The same at some of the block sizes, as in '2,4,8', while the others are walked: much quicker."
+        ),
+    ] = None,
     keep_logits: Annotated[
         bool,
         typer.Option(
@@ -71,6 +81,8 @@ def sweep(
     check_names(target, drafter, None, dtype)
     require_extra("datasets")
     sizes, is_main = parse_block_sizes(block_sizes), processes()[0] == 0
+    if all_positions and position_sizes is not None:
+        raise ValueError("`--all-positions` and `--position-sizes` exclude each other. Leave one out.")
     chosen = [text for path in texts for text in read_texts(path)]
     chosen = spread(chosen, limit or len(chosen))
     model, _ = load_target(target, dtype, pack=pack)
@@ -84,7 +96,7 @@ def sweep(
             output,
             max_new_tokens=max_new_tokens,
             keep_logits=keep_logits,
-            all_positions=all_positions,
+            position_sizes=sizes if all_positions else parse_block_sizes(position_sizes) if position_sizes else (),
             progress=units_bar if is_main else None,
         )
     if is_main:

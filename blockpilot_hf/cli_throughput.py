@@ -176,8 +176,9 @@ def make_setup(
     if any(row.confidence_at is None for row in question.rows):
         raise ValueError(
             "`--objective throughput` flies over every position of a text, and the sweep kept none. Sweep again with "
-            "`--all-positions`; the training sweep needs no positions."
+            "`--all-positions` or `--position-sizes`; the training sweep needs no positions."
         )
+    kept = set(question.rows[0].accepted_at or ()) if question.rows else set()
     priced = {name: set(table.block_sizes) for name, table in tables.items()}
 
     def check(sizes: Sequence[int], whose: str) -> None:
@@ -210,13 +211,18 @@ def make_setup(
         training_block_size=trained_for,
         fixed=tuple(sorted({size for size in wanted if size in everywhere} - {trained_for})),
         policies=question.policies,
+        position_sizes=tuple(size for size in everywhere if size in kept),
         max_new_tokens=swept.settings.get("max_new_tokens"),
     )
-    if lost := setup.left_out_of_flight:
-        notes.append(
-            f"flights without a policy are restricted to block sizes {', '.join(map(str, setup.flight_sizes))}: "
-            f"{', '.join(map(str, lost))} were not swept, or have no price."
-        )
+    curves = [name for name, policy in question.policies.items() if policy.config.head == "curve"]
+    for prior in (None, *curves):
+        whose = "a policy" if prior is None else policy_label(prior)
+        if lost := setup.left_out_of_flight(prior):
+            notes.append(
+                f"flights with{'out' if prior is None else ''} {whose} are restricted to block sizes "
+                f"{', '.join(map(str, setup.flight_sizes(prior)))}: no positions were swept at "
+                f"{', '.join(map(str, lost))}, or they have no price."
+            )
     return setup, notes
 
 
@@ -257,7 +263,8 @@ def throughput(
             "block_sizes": list(setup.block_sizes),
             "training_block_size": setup.training_block_size,
             "fixed": list(setup.fixed),
-            "flight_block_sizes": setup.flight_sizes,
+            "flight_block_sizes": setup.flight_sizes(),
+            "position_block_sizes": list(setup.position_sizes),
             "max_new_tokens": setup.max_new_tokens,
             "num_resamples": question.num_resamples,
             "seed": question.seed,

@@ -57,7 +57,7 @@ def verify(
     target: Target = None,
     drafter: Drafter = None,
     policy: Policy = None,
-    adapt: Adapt = "prompt",
+    adapt: Adapt = None,
     costs: Costs = None,
     limit: Limit = None,
     max_new_tokens: NewTokens = 64,
@@ -82,7 +82,7 @@ def verify(
         "target": target,
         "drafter": drafter or EMBEDDED,
         "policy": policy,
-        **({} if adapt == "prompt" else {"adapt": adapt, "costs": costs and costs.name}),
+        **({} if adapt is None else {"adapt": adapt, "costs": costs and costs.name}),
         "dtype": dtype,
         "pack": pack,
         "seed": seed,
@@ -103,7 +103,7 @@ def verify(
                     append_line(
                         output, {"run": run, "prompt": prompt.id, "category": prompt.category, **asdict(result)}
                     )
-    _show_results(Screen(), chosen, sizes, known, free="flight" if adapt == "flight" else "policy")
+    _show_results(Screen(), chosen, sizes, known, free=adapt or "policy")
     raise typer.Exit(0 if all(known[prompt.id, size].explained for prompt in chosen for size in sizes) else 1)
 
 
@@ -127,10 +127,10 @@ def _show_results(screen: Screen, prompts: list[Prompt], sizes: list[int | None]
     header = ["block size", "identical", "explained", "unexplained", "largest gap", "tau"]
     screen.table("against plain generate", header, rows)
     screen.line("tau: tokens committed per verification step, mean over a prompt's steps, then over prompts")
-    if None in sizes and free == "policy":
+    if None in sizes and free != "flight":
         used = Counter(known[prompt.id, None].used_block_size for prompt in prompts)
         chosen = ", ".join(f"{size} for {counted(used[size], 'prompt')}" for size in sorted(used))
-        screen.line(f"policy: block size {chosen}")
+        screen.line(f"chosen at the prefill: block size {chosen}")
     if any(len(prompt.turns) > 1 for prompt in prompts):
         screen.line("prompts of several turns: the first turn was compared")
     for prompt in prompts:

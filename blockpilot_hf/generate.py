@@ -37,11 +37,13 @@ class BlockPilot:
     Args:
         drafter (`PreTrainedModel`): A DFlash drafter.
         policy (`BlockPilotPolicy`, `str` or `False`, *optional*):
-            Policy, its folder or Hub id. By default the one that the drafter's config names, else none: then every
-            prompt uses the drafter's block size. `False`: none in any case.
-        adapt (`str`, *optional*, defaults to `"prompt"`):
-            `"prompt"`: one block size for the whole answer. `"flight"`: each step decides how much to draft and to
-            verify, from what was accepted so far and what passes cost; never much slower than plain decoding.
+            Policy, its folder or Hub id. By default the one that the drafter's config names, else none: flights then
+            start from what is common, and with `adapt="prompt"` every prompt uses the drafter's block size. `False`:
+            none in any case.
+        adapt (`str`, *optional*):
+            `"flight"`: each step decides how much to draft and to verify, from what was accepted so far and what passes
+            cost; never much slower than plain decoding. `"prompt"`: one block size for the whole answer. By default in
+            flight, except with a policy that names one size for the whole answer (a choice head, as in the paper).
         costs ([`CostTable`] or `str`, *optional*):
             What passes cost, or the file that says so; by default what `blockpilot calibrate` measured for the pair on
             this machine, else a default for the kind of device.
@@ -57,7 +59,7 @@ class BlockPilot:
         drafter: Any,
         policy: Any = None,
         *,
-        adapt: str = "prompt",
+        adapt: str | None = None,
         costs: CostTable | str | os.PathLike | None = None,
         draft_sampling: bool = False,
         hub_kwargs: dict[str, Any] | None = None,
@@ -77,7 +79,7 @@ class BlockPilot:
         drafter: Any = None,
         policy: Any = None,
         *,
-        adapt: str = "prompt",
+        adapt: str | None = None,
         costs: CostTable | str | os.PathLike | None = None,
         draft_sampling: bool = False,
         revision: str | None = None,

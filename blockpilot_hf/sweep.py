@@ -39,8 +39,8 @@ _COLUMNS = {
     "context": "float32[]",
 }
 _LOGITS = {"logits": "float32[]"}
-# Likewise, then by anchor; the confidence of all drafted tokens of an anchor follows that of the anchor before.
-_ALL_POSITIONS = {"accepted_at": "int32[][]", "confidence_at": "float32[][]"}
+# By `position_sizes`, then by anchor; the confidence of all drafted tokens of an anchor follows that of the one before.
+_POSITIONS = {"accepted_at": "int32[][]", "confidence_at": "float32[][]"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class SweepRow:
             The drafter's projected context at the last prompt position; older sweeps have none.
         logits (`tuple[float, ...]`, *optional*): The target's logits at the last prompt position, if they were kept.
         accepted_at (`dict[int, tuple[int, ...]]`, *optional*):
-            By block size, how many drafted tokens are accepted after each answer token but the last, if they were kept.
+            By block size, how many drafted tokens are accepted after each answer token but the last, for the sizes at
+            which they were kept.
         confidence_at (`dict[int, tuple[tuple[float, ...], ...]]`, *optional*):
             Likewise, the drafter's confidence in each of the drafted tokens.
     """
@@ -117,7 +118,7 @@ def write_sweep(
     *,
     max_new_tokens: int | None = None,
     keep_logits: bool = False,
-    all_positions: bool = False,
+    position_sizes: Sequence[int] = (),
     target_name: str | None = None,
     drafter_name: str | None = None,
     progress: Progress | None = None,
@@ -132,9 +133,9 @@ def write_sweep(
         output (`str` or `Path`): Folder of the dataset.
         max_new_tokens (`int`, *optional*): Only that much of every answer counts, as if decoding had ended there.
         keep_logits (`bool`, *optional*): Keep the prefill's logits too, for policies that read the whole vocabulary.
-        all_positions (`bool`, *optional*):
-            Also accepted counts and the drafter's confidence after every anchor, in the columns `accepted_at` and
-            `confidence_at`, for decisions in flight. Takes longer.
+        position_sizes (`Sequence[int]`, *optional*):
+            Those of the block sizes at which also accepted counts and the drafter's confidence after every anchor are
+            kept, in the columns `accepted_at` and `confidence_at`, for decisions in flight. Takes longer.
         target_name, drafter_name (`str`, *optional*): For the settings; by default as the models' configs name them.
         progress (`Callable`, *optional*): See [`run_units`].
 
@@ -149,6 +150,9 @@ def write_sweep(
     sizes = sorted(set(block_sizes))
     if not sizes or sizes[0] < 1:
         raise ValueError(f"`block_sizes` must be integers >= 1, got {list(block_sizes)}.")
+    at = sorted(set(position_sizes))
+    if missing := sorted(set(at) - set(sizes)):
+        raise ValueError(f"`position_sizes` must be among the block sizes {sizes}, got {missing} too.")
     check_pair(target, drafter)
     check_replayable(drafter)
     texts = [replace(text, answer_ids=text.answer_ids[:max_new_tokens]) for text in texts]
@@ -174,18 +178,18 @@ def write_sweep(
         "temperatures": sorted({text.temperature for text in texts}),
         "keep_context": True,
         "keep_logits": keep_logits,
-        "all_positions": all_positions,
+        "position_sizes": at,
     }
 
     def compute(unit: list[Text]) -> list[dict[str, Any]]:
-        return _rows(target, drafter, unit, sizes, keep_logits=keep_logits, all_positions=all_positions)
+        return _rows(target, drafter, unit, sizes, keep_logits=keep_logits, position_sizes=at)
 
     run_units(
         [ordered[i : i + _TEXTS_PER_UNIT] for i in range(0, len(ordered), _TEXTS_PER_UNIT)],
         compute,
         output,
         settings=settings,
-        columns={**_COLUMNS, **(_LOGITS if keep_logits else {}), **(_ALL_POSITIONS if all_positions else {})},
+        columns={**_COLUMNS, **(_LOGITS if keep_logits else {}), **(_POSITIONS if at else {})},
         description=f"units of {_TEXTS_PER_UNIT} texts",
         progress=progress,
     )
@@ -206,7 +210,9 @@ def read_sweep(path: str | Path) -> Sweep:
     rows = require_extra("datasets").load_from_disk(str(path))
     sizes = tuple(settings["block_sizes"])
     wanted = [name for name in SweepRow.__dataclass_fields__ if name in rows.column_names]
-    return Sweep([_row(entry, sizes) for entry in rows.select_columns(wanted)], sizes, settings)
+    # Older sweeps kept the positions of all sizes or of none.
+    at = tuple(settings.get("position_sizes") or sizes)
+    return Sweep([_row(entry, sizes, at) for entry in rows.select_columns(wanted)], sizes, settings)
 
 
 def prefill_and_context(target: Any, drafter: Any, text: Text) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,7 +236,7 @@ def prefill_and_context(target: Any, drafter: Any, text: Text) -> tuple[torch.Te
 
 
 def _rows(
-    target: Any, drafter: Any, texts: list[Text], sizes: list[int], *, keep_logits: bool, all_positions: bool
+    target: Any, drafter: Any, texts: list[Text], sizes: list[int], *, keep_logits: bool, position_sizes: list[int]
 ) -> list[dict[str, Any]]:
     prefills: list[torch.Tensor] = []
     projected: list[torch.Tensor] = []
@@ -245,11 +251,15 @@ def _rows(
             projected.append(projected_context(drafter, context[last : last + 1]))
             yield context
 
-    if all_positions:
+    if position_sizes:
+        walked_sizes = [size for size in sizes if size not in position_sizes]
+        kept = []
         for text, context in zip(texts, contexts(), strict=True):
-            found = replay(target, drafter, text, context, sizes, with_confidence=True)
-            replays.append(found)
-            walked.append({size: tuple(found.steps(size)) for size in sizes})
+            replays.append(replay(target, drafter, text, context, position_sizes, with_confidence=True))
+            kept.append(context)
+        walked = walk(target, drafter, texts, kept, walked_sizes) if walked_sizes else [{} for _ in texts]
+        for of_text, found in zip(walked, replays, strict=True):
+            of_text.update({size: tuple(found.steps(size)) for size in position_sizes})
     else:
         walked = walk(target, drafter, texts, contexts(), sizes)
     rows = []
@@ -270,16 +280,16 @@ def _rows(
         }
         if keep_logits:
             row["logits"] = policy_features(prefills[i], kind="logits")[0].tolist()
-        if all_positions:
+        if position_sizes:
             accepted = {1: [0] * (len(text.answer_ids) - 1), **replays[i].num_accepted}
             confidence = replays[i].confidence or {}
-            row["accepted_at"] = [accepted[size] for size in sizes]
-            row["confidence_at"] = [confidence[size].flatten().tolist() if size > 1 else [] for size in sizes]
+            row["accepted_at"] = [accepted[size] for size in position_sizes]
+            row["confidence_at"] = [confidence[size].flatten().tolist() if size > 1 else [] for size in position_sizes]
         rows.append(row)
     return rows
 
 
-def _row(entry: dict[str, Any], sizes: tuple[int, ...]) -> SweepRow:
+def _row(entry: dict[str, Any], sizes: tuple[int, ...], position_sizes: tuple[int, ...]) -> SweepRow:
     counts = zip(sizes, entry["num_accepted"], strict=True)
     optional = {name: entry.get(name) for name in ("context", "logits")}
     return SweepRow(
@@ -288,7 +298,7 @@ def _row(entry: dict[str, Any], sizes: tuple[int, ...]) -> SweepRow:
             "num_accepted": {size: tuple(steps) for size, steps in counts},
             "features": tuple(entry["features"]),
             **{name: None if values is None else tuple(values) for name, values in optional.items()},
-            **_by_position(entry, sizes),
+            **_by_position(entry, position_sizes),
         }
     )
 

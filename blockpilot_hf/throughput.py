@@ -43,6 +43,8 @@ class Setup:
         training_block_size (`int`): The size that the drafter was trained for.
         fixed (`tuple[int, ...]`): Further fixed sizes.
         policies (`Mapping[str, BlockPilotPolicy]`): By name.
+        position_sizes (`tuple[int, ...]`):
+            Sizes for flights and for the oracle that decides at every step: those whose positions were kept.
         max_new_tokens (`int`, *optional*): The budget of the calls, which flights know.
     """
 
@@ -51,17 +53,21 @@ class Setup:
     training_block_size: int
     fixed: tuple[int, ...] = ()
     policies: Mapping[str, BlockPilotPolicy] = field(default_factory=dict)
+    position_sizes: tuple[int, ...] = ()
     max_new_tokens: int | None = None
 
-    @property
-    def flight_sizes(self) -> list[int]:
-        """Candidates of a flight without a policy: those of decoding, as far as they were swept."""
-        return [size for size in sizes_up_to(self.training_block_size) if size in self.block_sizes]
+    def flight_sizes(self, policy: str | None = None) -> list[int]:
+        """Candidates of a flight: those of decoding, as far as their positions were kept."""
+        return [size for size in self._wanted(policy) if size in self.position_sizes]
 
-    @property
-    def left_out_of_flight(self) -> list[int]:
+    def left_out_of_flight(self, policy: str | None = None) -> list[int]:
         """Candidates that decoding has and the sweep has not."""
-        return [size for size in sizes_up_to(self.training_block_size) if size not in self.block_sizes]
+        return [size for size in self._wanted(policy) if size not in self.position_sizes]
+
+    def _wanted(self, policy: str | None) -> list[int]:
+        return sizes_up_to(
+            self.training_block_size if policy is None else max(self.policies[policy].config.block_sizes)
+        )
 
 
 @dataclass(frozen=True)
@@ -151,13 +157,12 @@ def _seconds(one: Simulated, i: int, curves: dict[str, list[dict[int, float]]], 
     found |= {f"fixed {size}": at[size] for size in setup.fixed}
     found[BEST_CONSTANT] = at[one.best_constant]
     found |= {f"policy {name}": at[size] for name, size in chosen.items()}
-    found[FLIGHT] = fly(row, one.costs, setup.flight_sizes, max_new_tokens=budget).seconds
+    found[FLIGHT] = fly(row, one.costs, setup.flight_sizes(), max_new_tokens=budget).seconds
     for name, curve in curves.items():
-        prior = curve[i]
-        flown = fly(row, one.costs, sorted(prior), prior=prior, max_new_tokens=budget)
+        flown = fly(row, one.costs, setup.flight_sizes(name), prior=curve[i], max_new_tokens=budget)
         found[f"{FLIGHT} {name}"] = flown.seconds
     found[BEST_PER_TEXT] = min(at[size] for size in {1, *setup.block_sizes})
-    found[BEST_PER_STEP] = least_seconds(row, one.costs, setup.block_sizes)
+    found[BEST_PER_STEP] = least_seconds(row, one.costs, setup.position_sizes)
     return found
 
 
@@ -223,7 +228,8 @@ def judge(
                 "num_prompts": len(set(prompt_numbers(one.chosen_on))),
             },
             "block_sizes": sorted({1, *setup.block_sizes}),
-            "flight_block_sizes": setup.flight_sizes,
+            "flight_block_sizes": setup.flight_sizes(),
+            "position_block_sizes": list(setup.position_sizes),
             "policies": list(setup.policies),
             "groups": {},
             "choices": {},

@@ -92,7 +92,17 @@ def test_limit_takes_a_like_share_of_every_category_and_answers_can_be_cut(swept
     sweep = read_sweep(folder)
     assert sorted(row.category for row in sweep.rows) == ["code", "code", "maths", "maths"]
     assert {row.num_new_tokens for row in sweep.rows} == {5} and sweep.rows[0].logits is not None
-    assert sweep.settings["all_positions"] and sweep.settings["max_new_tokens"] == 5
+    assert sweep.settings["position_sizes"] == [1, 2, 3, 4] and sweep.settings["max_new_tokens"] == 5
+
+
+def test_positions_can_be_kept_at_some_sizes(swept):
+    status, _, err, _ = swept("--all-positions", "--position-sizes", "2")
+    assert (status, "exclude each other" in err) == (2, True), err
+    status, _, err, _ = swept("--position-sizes", "2,9")
+    assert (status, "must be among the block sizes [1, 2, 3, 4], got [9] too" in " ".join(err.split())) == (2, True)
+    status, _, err, folder = swept("--position-sizes", "2,4")
+    assert status == 0, err
+    assert {tuple(row.accepted_at) for row in read_sweep(folder).rows} == {(2, 4)}
 
 
 def test_an_interrupted_sweep_ends_with_130_and_goes_on(swept, monkeypatch):

@@ -14,10 +14,12 @@ from blockpilot_hf import cli_evaluate, cli_throughput
 from blockpilot_hf.cli_throughput import load_tables, table_for
 from blockpilot_hf.costs import CostTable, costs_key
 from blockpilot_hf.drafter_record import write_training_prompts
+from blockpilot_hf.evaluation_display import figure
 from blockpilot_hf.loading import load_drafter
 from blockpilot_hf.prompts import encode_prompt
 from blockpilot_hf.sweep import write_sweep
 from blockpilot_hf.texts import Text
+from blockpilot_hf.throughput_card import throughput_section
 
 FLAT = CostTable((8,), {1: (1.0,), 8: (1.0,)}, {2: (0.01,), 8: (0.01,)}, {"dtype": "float32"}, "measured here")
 PASSES = CostTable((0,), {1: (1.0,), 8: (3.0,)}, {2: (0.2,), 8: (0.2,)}, {"device_class": "slow"}, "default for slow")
@@ -30,7 +32,7 @@ def made_up(tmp_path_factory):
     """Sweeps made up, policies and tables."""
     root = tmp_path_factory.mktemp("made-up")
     rows = [positioned_row(f"r{i}", i % 3, category=CATEGORIES[i % 2]) for i in range(24)]
-    save_positioned(root / "test", make_sweep(rows, all_positions=True))
+    save_positioned(root / "test", make_sweep(rows))
     save_sweep(root / "train", make_sweep(make_rows(12)))
     for name, policy in (("sure", constant_curve(0.9)), ("four", constant_policy(4))):
         policy.config.target_fingerprint, policy.config.drafter_fingerprint = "t" * 16, "d" * 16
@@ -152,7 +154,7 @@ def test_sizes_without_a_price_are_left_out_or_named(evaluate, made_up):
 
 def test_flights_that_are_restricted_are_told(evaluate, tmp_path):
     def save(save_as, rows, name):
-        sweep = make_sweep(rows, all_positions=True, training_block_size=6, block_sizes=[1, 3, 6])
+        sweep = make_sweep(rows, training_block_size=6, block_sizes=[1, 3, 6])
         return save_as(tmp_path / name, replace(sweep, block_sizes=(1, 3, 6)))
 
     sweep = save(save_positioned, [positioned_row(f"r{i}", i % 3) for i in range(6)], "test")
@@ -160,7 +162,10 @@ def test_flights_that_are_restricted_are_told(evaluate, tmp_path):
     status, out, err, record = evaluate(sweep=sweep, train=train, columns=300)
     assert status == 0, err
     assert record["settings"]["flight_block_sizes"] == [3, 6]
-    assert "flights without a policy are restricted to block sizes 3, 6: 2 were not swept" in out
+    assert (
+        "flights without a policy are restricted to block sizes 3, 6: no positions were swept at 2, or they have no"
+        in out
+    )
 
 
 def test_prompts_that_were_trained_on_are_refused_or_dropped(evaluate, made_up, tmp_path):
@@ -207,7 +212,7 @@ def world(folders, tmp_path_factory):  # noqa: F811
     names = {"target_name": "target", "drafter_name": "drafter"}
     held_out, train = texts("held", 3), texts("train", 2)
     sizes = (1, 2, 4, 8)
-    write_sweep(target, drafter, held_out, sizes, root / "test", all_positions=True, max_new_tokens=16, **names)
+    write_sweep(target, drafter, held_out, sizes, root / "test", position_sizes=sizes, max_new_tokens=16, **names)
     write_sweep(target, drafter, train, sizes, root / "train", max_new_tokens=16, **names)
     FLAT.save(root / "flat.json")
     constant_curve(0.5, (1, 2, 8)).save_pretrained(root / "curve")
@@ -258,6 +263,23 @@ def test_a_timed_run_is_kept_told_and_not_run_twice(timed, tmp_path, monkeypatch
     assert again[0] == 0, again[2]
     assert again[3]["timed"] == told
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_record_becomes_a_section_of_a_card(timed):
+    status, _, err, record = timed()
+    assert status == 0, err
+    simulated = {**record, "timed": None}
+    section = throughput_section([record, simulated])
+    [result] = record["results"]
+    told = result["groups"]["all"]["rules"]["flight curve"]["speedup"]
+    assert f"| flight, policy | {figure(told)} |" in section
+    assert f"Timed, float32, greedy: {record['timed']['num_prompts']} prompts" in section
+    assert section.count(record["run_info"]["command"]) == 2
+    assert "Timed, float32" not in throughput_section([simulated])
+    assert "| flight, policy |" not in throughput_section([record, {**simulated, "results": []}]).split("Timed, ")[0]
+    assert throughput_section([]) == ""
+    with pytest.raises(ValueError, match="of different sweeps"):
+        throughput_section([record, {**record, "meta_info": {"sweep": {}}}])
 
 
 def test_a_timed_run_goes_on_where_it_stopped_and_refuses_other_settings(timed, tmp_path):

@@ -6,7 +6,16 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import make_drafter, make_prompt, make_target, pilot_generate, plain_generate, scripted_pilot
+from conftest import (
+    constant_policy,
+    make_drafter,
+    make_prompt,
+    make_target,
+    pilot_generate,
+    plain_generate,
+    scripted_pilot,
+)
+from throughput_rows import constant_curve
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from blockpilot_hf import BlockPilot, BlockPilotCandidateGenerator, BlockPilotConfig, BlockPilotPolicy
@@ -84,6 +93,18 @@ def test_a_fixed_size_stays_what_it_is_and_both_at_once_are_refused(target, draf
     assert {step.block_size for step in output.blockpilot.steps} == {4} and output.blockpilot.adapt == "prompt"
     with pytest.raises(ValueError, match=r"`adapt='flight'` decides .* `block_size=4` fixes it. Give one of the two"):
         pilot.generate(target, prompt, block_size=4, adapt="flight")
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [(None, "flight"), (constant_curve(0.5, (1, 2, 4)), "flight"), (constant_policy(4), "prompt")],
+    ids=["none", "curve", "choice"],
+)
+def test_by_default_calls_adapt_in_flight_unless_the_policy_names_one_size(target, drafter, policy, expected):
+    for adapt in (None, "flight", "prompt"):
+        pilot = BlockPilot(drafter, policy, adapt=adapt)
+        output = pilot.generate(target, make_prompt(5), max_new_tokens=9, return_dict_in_generate=True)
+        assert output.blockpilot.adapt == (adapt or expected)
 
 
 @pytest.mark.parametrize("adapt", ["always", 3])

@@ -37,7 +37,7 @@ def pair():
 @pytest.fixture(scope="module")
 def rows(pair, tmp_path_factory):
     texts = [make_text(pair[0], seed=seed, length=11, num_new=NUM_NEW) for seed in (0, 1, 2)]
-    return texts, write_sweep(*pair, texts, SIZES, tmp_path_factory.mktemp("sweep") / "s", all_positions=True).rows
+    return texts, write_sweep(*pair, texts, SIZES, tmp_path_factory.mktemp("sweep") / "s", position_sizes=SIZES).rows
 
 
 @pytest.mark.parametrize("costs", [table(), table(0.3), table(0.02, 0.4)])

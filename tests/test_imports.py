@@ -57,6 +57,7 @@ ORDER = [
     "throughput",
     "throughput_timing",
     "throughput_display",
+    "throughput_card",
     "cards",
     "cli_measure",
     "cli_answers",

@@ -163,7 +163,7 @@ def test_the_folder_is_a_dataset_and_says_what_it_depends_on(pair, texts, swept)
         "temperatures": [0.0, 0.7],
         "keep_context": True,
         "keep_logits": False,
-        "all_positions": False,
+        "position_sizes": [],
     }
 
 
@@ -215,7 +215,7 @@ def test_only_so_much_of_every_answer_counts(pair, texts, tmp_path):
 
 def test_logits_and_all_positions_are_kept_on_request(pair, texts, swept, tmp_path):
     folder = tmp_path / "sweep"
-    sweep = write_sweep(*pair, texts, SIZES, folder, keep_logits=True, all_positions=True)
+    sweep = write_sweep(*pair, texts, SIZES, folder, keep_logits=True, position_sizes=SIZES)
     assert [row.num_accepted for row in sweep.rows] == [row.num_accepted for row in swept[1].rows]
     text = texts[0]
     row = next(row for row in sweep.rows if row.id == text.id)
@@ -234,6 +234,18 @@ def test_logits_and_all_positions_are_kept_on_request(pair, texts, swept, tmp_pa
             for count in walked[:-1]:
                 assert at[position] == count
                 position += count + 1
+
+
+def test_positions_at_some_sizes_are_those_of_all_sizes_and_the_others_are_walked(pair, texts, tmp_path):
+    full = write_sweep(*pair, texts, SIZES, tmp_path / "full", position_sizes=SIZES)
+    part = write_sweep(*pair, texts, SIZES, tmp_path / "part", position_sizes=SIZES[1:2])
+    assert part.settings["position_sizes"] == [SIZES[1]]
+    for row, expected in zip(part.rows, full.rows, strict=True):
+        assert row.num_accepted == expected.num_accepted
+        assert row.accepted_at == {SIZES[1]: expected.accepted_at[SIZES[1]]}
+        assert row.confidence_at.keys() == {SIZES[1]}
+        for of_anchor, wanted in zip(row.confidence_at[SIZES[1]], expected.confidence_at[SIZES[1]], strict=True):
+            assert of_anchor == pytest.approx(wanted, abs=1e-5)
 
 
 def test_texts_and_sizes_that_make_no_sense_are_refused(pair, texts, tmp_path):

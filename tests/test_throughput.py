@@ -27,7 +27,15 @@ STEEP = CostTable(
 
 
 def setup(**more):
-    return Setup(**{"block_sizes": SIZES, "constant_sizes": SIZES, "training_block_size": TRAINING_SIZE, **more})
+    return Setup(
+        **{
+            "block_sizes": SIZES,
+            "constant_sizes": SIZES,
+            "training_block_size": TRAINING_SIZE,
+            "position_sizes": SIZES,
+            **more,
+        }
+    )
 
 
 def seconds_of(rule, *, rows=ROWS, costs=COSTS, **more):
@@ -74,7 +82,7 @@ def test_flights_know_the_table_the_budget_and_the_prior():
     prior = {1: 1.0, 2: 1.9, 4: 3.7, 6: 5.5}
     for i, row in enumerate(rows):
         assert found.seconds["flight"][i] == fly(row, COSTS, [2, 4], max_new_tokens=30).seconds
-        with_prior = fly(row, COSTS, [1, 2, 4, 6], prior=prior, max_new_tokens=30).seconds
+        with_prior = fly(row, COSTS, [2, 3, 6], prior=prior, max_new_tokens=30).seconds
         assert found.seconds["flight sure"][i] == pytest.approx(with_prior)
         assert found.seconds["best_per_step"][i] == least_seconds(row, COSTS, SIZES)
     assert "flight four" not in found.seconds  # a choice head predicts no acceptance length
@@ -92,9 +100,10 @@ def test_a_curve_chooses_by_the_table_at_hand():
 
 
 def test_what_is_not_swept_is_left_out_of_flights_and_said():
-    wide = setup(block_sizes=(1, 3, 4), training_block_size=4)
-    assert (wide.flight_sizes, wide.left_out_of_flight) == ([4], [2])
-    assert (setup().flight_sizes, setup().left_out_of_flight) == ([2, 4], [])
+    some = setup(position_sizes=(3, 4), policies={"sure": constant_curve(0.9)})
+    assert (some.flight_sizes(), some.left_out_of_flight()) == ([4], [2])
+    assert (some.flight_sizes("sure"), some.left_out_of_flight("sure")) == ([3], [2, 6])
+    assert (setup().flight_sizes(), setup().left_out_of_flight()) == ([2, 4], [])
 
 
 def test_figures_of_rules_are_those_of_their_seconds():

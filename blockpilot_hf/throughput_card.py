@@ -1,0 +1,60 @@
+"""The part of a policy's card that tells what deciding in flight gives, from records of `blockpilot evaluate`.
+
+One record tells what was simulated, and others of the same sweep each a timed run. Knows nothing of models.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .evaluation_display import Table
+from .throughput_display import agreement_table, groups_table, ratios_table, speeds_table, timed_table
+
+RECORDS = "throughput*.json"
+
+
+def throughput_section(records: Sequence[dict[str, Any]]) -> str:
+    """
+    Markdown; empty without a record.
+
+    Args:
+        records (`Sequence[dict]`):
+            As `throughput.json`. What is simulated comes from the one that was made without a timed run, if there is
+            one, since timed runs are often made with fewer tables and policies.
+
+    Raises:
+        `ValueError`: if the records are of different sweeps.
+    """
+    if not records:
+        return ""
+    simulated = next((record for record in records if record["timed"] is None), records[0])
+    if any(record["meta_info"]["sweep"] != simulated["meta_info"]["sweep"] for record in records):
+        raise ValueError("The throughput records are of different sweeps. Make them from one.")
+    parts = ["## In flight"]
+    parts.append(
+        "By default this policy's prediction is where decisions start, and every step goes on from there by what was "
+        'accepted\n(`adapt="flight"`). Tokens per second of every way to decide, on held-out prompts, simulated in the '
+        "seconds of cost tables, prefill\nand policy aside:"
+    )
+    for result in simulated["results"]:
+        parts += [_markdown(speeds_table(result)), _markdown(ratios_table(result)), _markdown(groups_table(result))]
+    for record in records:
+        if record["timed"] is not None:
+            timed = record["timed"]
+            parts += [_markdown(timed_table(timed)), _markdown(agreement_table(timed)), _markdown(groups_table(timed))]
+    parts.append(
+        "Times plain: mean over prompts of the speed over plain decoding, in brackets 95 % bootstrap intervals over "
+        "prompts; least: of a prompt.\nTimed: whole calls, prefill included, in turns with plain `generate`; table: "
+        "seconds of the very steps that were taken. The best size per text and\nthe best per step are known afterwards "
+        "only."
+    )
+    parts.append("Commands:")
+    parts.append("\n".join(f"- `{record['run_info']['command']}`" for record in records))
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(table: Table) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (table.header, ["---"] * len(table.header), *table.rows)]
+    return f"{table.title[0].upper()}{table.title[1:]}:\n\n" + "\n".join(lines)
+
+
+__all__ = ["RECORDS", "throughput_section"]
