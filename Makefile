@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadfile
 RUN_ARGS ?= --samples --compare --repeats 3 --max-new-tokens 96 --json
 
 BIN := $(VENV)/bin

@@ -10,6 +10,9 @@ import tempfile
 # Before the first import of a Hugging Face library: tests never reach for the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Processes side by side: each with a core of its own, also in what it starts.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Copies of remote code: fresh ones, for this process alone, and nothing of them stays in the user's cache.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="blockpilot-modules-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
@@ -131,10 +134,13 @@ def pilot_generate(pilot: BlockPilot, target: Any, input_ids: torch.LongTensor, 
 
 
 def scripted_pilot(target: Any, sequence: torch.LongTensor, accuracy: float = 1.0, block_size: int = 8) -> BlockPilot:
-    """A pilot whose drafter proposes the tokens of `sequence` `(1, length)`, each right with probability `accuracy`."""
+    """
+    A pilot whose drafter proposes the tokens of `sequence` `(1, length)`, each right with probability `accuracy`, in
+    blocks of one size: in flight, tiny pairs would seldom draft, since their drafters cost as much as their targets.
+    """
     drafter = ScriptedDrafter(target, accuracy=accuracy, block_size=block_size)
     drafter.follow(sequence)
-    return BlockPilot(drafter)
+    return BlockPilot(drafter, adapt="prompt")
 
 
 def zlab_config(drafter: DFlashDraftModel, **overrides: Any) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_the_answer_comes_first_and_is_plain_generates(run, folders, plain):
 
 @pytest.mark.parametrize("accuracy", ["0", "0.5", "1"])
 def test_the_strip_tells_every_token(run, accuracy):
-    out = run("generate", "hello", "--max-new-tokens", 17, "--drafter", f"scripted:{accuracy}")[1]
+    out = run("generate", "hello", "--max-new-tokens", 17, "--drafter", f"scripted:{accuracy}", "--adapt", "prompt")[1]
     strip = out[out.index("tokens by step: ▮ drafted and accepted, · the target's own\n") :].split("\n")[1]
     assert strip.startswith("  · ") and len(strip.replace(" ", "")) == 17
     assert ("▮" in strip) is (accuracy != "0")
@@ -283,7 +283,7 @@ def test_without_a_drafter_the_embedded_pilot_answers(run, monkeypatch, folders)
     pilot = load_pilot(str(folders / "drafter"), str(folders / "policy"), target)
 
     def from_pretrained(cls, *, policy, pack, dtype, adapt, costs):
-        assert dtype == target.dtype and (adapt, costs) == ("prompt", None)
+        assert dtype == target.dtype and (adapt, costs) == (None, None)
         asked.append((policy, pack))
         return pilot if policy is None else BlockPilot(pilot.drafter, policy)
 

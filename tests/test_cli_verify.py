@@ -41,11 +41,11 @@ def test_verify_says_what_the_policy_chose_and_which_turns_were_left_out(run, fo
     status, out, _ = run(*arguments, "--policy", folders / "policy")
     assert status == 0
     assert re.findall(r"^(\w+) +\d+ / 2 ", out, flags=re.MULTILINE) == ["1", "2", "3", "4", "6", "8", "policy"]
-    chosen = re.search(r"^policy: block size (.*)$", out, flags=re.MULTILINE)[1]
+    chosen = re.search(r"^chosen at the prefill: block size (.*)$", out, flags=re.MULTILINE)[1]
     counts = {int(size): int(count) for size, count in re.findall(r"(\d+) for (\d+) prompts?", chosen)}
     assert set(counts) <= {2, 4, 8} and sum(counts.values()) == 2
     assert "prompts of several turns: the first turn was compared" in out
-    assert "policy:" not in run(*arguments, "--block-sizes", "2")[1]
+    assert "chosen" not in run(*arguments, "--block-sizes", "2")[1]
 
 
 def test_verify_ends_with_status_one_on_an_unexplained_difference(run, prompts, monkeypatch):

@@ -459,7 +459,7 @@ def test_past_the_targets_limit_decoding_goes_token_by_token():
 
 @pytest.mark.parametrize("limit", [4, 10, 18, 19, 24])
 def test_past_the_drafters_limit_nothing_is_drafted(target, limit):
-    pilot = BlockPilot(make_drafter(target, max_position_embeddings=limit))
+    pilot = BlockPilot(make_drafter(target, max_position_embeddings=limit), adapt="prompt")
     plain, ours = both_generate(target, PROMPT, pilot=pilot, max_new_tokens=24, **DICT)
     assert torch.equal(ours.sequences, plain.sequences)
     anchor = 10

@@ -187,7 +187,9 @@ def test_block_size_by_keyword_needs_no_loadable_policy(target):
 
 
 def test_drafters_block_size_without_policy_is_said_once(target, caplog):
-    pilot = BlockPilot(make_drafter(target, block_size=11))  # a size of its own, so a message of its own
+    pilot = BlockPilot(
+        make_drafter(target, block_size=11), adapt="prompt"
+    )  # a size of its own, so a message of its own
     for _ in range(2):
         pilot.generate(target, SMALL, max_new_tokens=3)
         BlockPilot(pilot.drafter, constant_policy(3)).generate(target, SMALL, max_new_tokens=3)

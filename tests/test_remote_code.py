@@ -132,6 +132,7 @@ def test_folder_form_passes_settings_of_the_call_on(target, drafter, recipe):
     assert [step.block_size for step in seen] == [5] * len(seen) and len(seen) == len(result.blockpilot.steps)
     assert all(step.draft_s is None for step in seen)
     # The choice of the option is visible in the random numbers that it uses.
+    settings["adapt"] = "prompt"
     torch.manual_seed(3)
     target.generate(SMALL, **by_folder, draft_sampling=True, **settings)
     drawn = torch.rand(1)

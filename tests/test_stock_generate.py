@@ -60,7 +60,7 @@ def test_one_drafter_gives_one_text_and_one_acceptance_in_stock_generate_and_her
     target, drafter, prompt = pairs(kind, layers)
     text, drafted, matches = stock_generate(target, drafter, prompt, monkeypatch, **GREEDY)
     assert torch.equal(text, plain_generate(target, prompt, **GREEDY))
-    ours = pilot_generate(BlockPilot(drafter), target, prompt, return_dict_in_generate=True, **GREEDY)
+    ours = pilot_generate(BlockPilot(drafter, adapt="prompt"), target, prompt, return_dict_in_generate=True, **GREEDY)
     assert torch.equal(ours.sequences, text)
     # Stock generate drafts whole blocks as we do, but checks them whole also at the end of the budget, and there it
     # stops drafting one token earlier.
@@ -209,7 +209,7 @@ def test_a_native_muse_glimmer_pair_decodes_here_as_in_stock_generate(muse, monk
     target, drafter, prompt = muse
     plain = plain_generate(target, prompt, **GREEDY)
     text, drafted, matches = stock_generate(target, drafter, prompt, monkeypatch, **GREEDY)
-    ours = pilot_generate(BlockPilot(drafter), target, prompt, return_dict_in_generate=True, **GREEDY)
+    ours = pilot_generate(BlockPilot(drafter, adapt="prompt"), target, prompt, return_dict_in_generate=True, **GREEDY)
     assert torch.equal(ours.sequences, plain) and torch.equal(text, plain)
     steps = [step for step in ours.blockpilot.steps if step.verify_width == step.block_size]
     assert max(step.num_accepted for step in steps) >= 1

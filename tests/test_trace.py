@@ -263,7 +263,8 @@ def test_the_prompts_states_are_freed_after_the_first_draft(target):
 
     hook = target.register_forward_hook(watch)
     try:
-        pilot_generate(BlockPilot(drafter), target, make_prompt(40, seed=3), max_new_tokens=8, on_step=on_step)
+        pilot = BlockPilot(drafter, adapt="prompt")
+        pilot_generate(pilot, target, make_prompt(40, seed=3), max_new_tokens=8, on_step=on_step)
     finally:
         hook.remove()
     assert len(first) == 2 and len(contexts) >= 1
