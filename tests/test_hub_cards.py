@@ -12,7 +12,7 @@ from transformers import AutoModel
 from blockpilot_hf import BlockPilot
 from blockpilot_hf.cards import card_of_policy, drafter_card, policy_card, write_cards
 from blockpilot_hf.embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDED_POLICY_NAME
-from blockpilot_hf.evaluation_display import figure, gain_figure
+from blockpilot_hf.evaluation_display import figure
 from blockpilot_hf.loading import policy_of_drafter
 from blockpilot_hf.target_states import weights_fingerprint
 
@@ -134,16 +134,18 @@ def test_held_out_means_of_the_drafter_follow_from_its_prompts():
 
 
 def test_figures_of_the_readme_are_those_of_the_record():
-    """After new records: the table under "Two commands" and the sentence below it."""
-    readme = (HUB_CARDS.parent / "README.md").read_text(encoding="utf-8")
+    """After new records: the table under "Two commands" and the sentences below it."""
+    readme = " ".join((HUB_CARDS.parent / "README.md").read_text(encoding="utf-8").split())
     folder = POLICIES[0]
-    [result] = read(folder / "evaluation.json")["results"]
-    comparison = next(one for one in result["comparisons"] if folder.name in one["policies"])
-    rules = comparison["groups"]["all"]["rules"]
-    for rule in ("training_size", "best_constant_speedup", f"policy {folder.name}", "best_per_prompt_speedup"):
-        cells = [figure(rules[rule][measure]) for measure in ("tau", "speedup")]
-        assert f"| {cells[0]} | {cells[1]} |" in readme
-    assert f"{result['num_prompts']} held-out prompts" in readme
-    assert f"| {comparison['best_constant']['speedup']}, the best constant" in readme
-    gain = gain_figure(rules, f"policy {folder.name}", "best_constant", "speedup")
-    assert f"gains {gain} over the best constant size" in readme
+    results = read(folder / "throughput.json")["results"]
+    rules = [result["groups"]["all"]["rules"] for result in results]
+    default = f"flight {folder.name}"
+    policies = [f"policy {path.name}" for path in POLICIES]
+    for rule in ("training_size", "fixed 16", "best_constant", *policies, "flight", default, "best_per_text"):
+        assert f"| {' | '.join(figure(own[rule]['speedup']) for own in rules)} |" in readme, rule
+    assert f"{results[0]['num_prompts']} held-out prompts" in readme
+    assert f"training prompts ({', '.join(str(result['best_constant']) for result in results)})" in readme
+    for name, more in (("of_best_per_text", {"digits": 0, "percent": True}), ("over_best_constant", {})):
+        first, second, third = (figure(own[default][name]["tokens_per_second"], **more) for own in rules)
+        assert f"{first}, {second} and {third} " in readme
+    assert f"below {min(own[default]['least_speedup'] for own in rules):.2f} times plain decoding" in readme
