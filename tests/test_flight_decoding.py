@@ -68,7 +68,7 @@ def test_the_text_is_plain_generates(kind, accuracy, settings):
     if accuracy == 1.0:
         assert [step.block_size for step in trace.steps[3:-1]] == [8] * (len(trace.steps) - 4)
     if accuracy == 0.0:
-        assert sum(step.block_size == 1 for step in trace.steps[10:]) >= len(trace.steps[10:]) - 3
+        assert sum(step.block_size == 1 for step in trace.steps[10:]) >= 0.85 * len(trace.steps[10:])
 
 
 def test_a_trained_drafter_gives_the_text_and_one_seed_the_same_trace(target, drafter):
@@ -385,7 +385,7 @@ def test_a_curve_head_is_the_prior_of_a_flight(target, drafter):
         "do_sample": False,
         "return_dict_in_generate": True,
         "adapt": "flight",
-        "costs": table(0.05, draft=0.3),
+        "costs": table(0.05, draft=0.2),
     }
     plain = plain_generate(target, prompt, max_new_tokens=20, do_sample=False)
     first = {}
