@@ -13,12 +13,11 @@ from .trace import DecodeTrace, StepRecord
 
 __version__ = "0.1.0"
 
+# Registered classes go before the code in a folder or repository, with `trust_remote_code=True` too: transformers runs
+# that for types which it does not know or has itself.
 for _config, _model in ((DFlashConfig, DFlashDraftModel), (BlockPilotConfig, BlockPilotPolicy)):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _model, exist_ok=True)
-    # So that `save_pretrained` writes the code next to the weights and the folder loads without this package.
-    _config.register_for_auto_class()
-    _model.register_for_auto_class("AutoModel")
 
 __all__ = [
     "BlockPilot",

@@ -1,4 +1,4 @@
-"""Model cards of the embedded drafter and policies, rendered from the records that lie beside the weights.
+"""Cards of the recipe, the embedded drafter and its policies, rendered from the records that lie beside the weights.
 
 Figures in a card come from `validation.json`, `evaluation.json` and `training.json`, never from a keyboard. Knows nothing of models.
 """
@@ -23,6 +23,8 @@ from .evaluation_display import (
     temperature_name,
 )
 from .evaluation_rules import ENOUGH_PROMPTS
+from .export import NAMESPACE, RECIPE_NAME
+from .hub import REQUIREMENTS
 from .throughput_card import RECORDS, throughput_section
 
 _BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -41,6 +43,63 @@ _SOURCES = """\
 
 DFlash: arXiv [2602.06036](https://arxiv.org/abs/2602.06036). BlockPilot: arXiv [2606.31315](https://arxiv.org/abs/2606.31315).
 """
+
+
+def recipe_card() -> str:
+    """The `README.md` of the recipe, which has no figures of its own."""
+    body = f"""\
+# {RECIPE_NAME}
+
+A decoding recipe for transformers: a [DFlash](https://arxiv.org/abs/2602.06036) drafter proposes a block of tokens in one pass, the target verifies it in one
+pass, and a [BlockPilot](https://arxiv.org/abs/2606.31315) policy picks the block size for each prompt. The output is the target's own: in float32 the text that
+plain `generate` gives for the same seed.
+
+```python
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{_BASE_MODEL}")
+tokenizer = AutoTokenizer.from_pretrained("{_BASE_MODEL}")
+drafter = AutoModel.from_pretrained("{NAMESPACE}/{EMBEDDED_DRAFTER_NAME}", trust_remote_code=True)
+inputs = tokenizer.apply_chat_template(
+    [{{"role": "user", "content": "What is 7 times 8?"}}],
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
+)
+output = model.generate(
+    **inputs, assistant_model=drafter, custom_generate="{NAMESPACE}/{RECIPE_NAME}", trust_remote_code=True, max_new_tokens=64
+)
+print(tokenizer.decode(output[0], skip_special_tokens=True))
+```
+
+Needs {" and ".join(REQUIREMENTS)} and nothing else. `trust_remote_code=True` runs the Python files of this repository, copies of those of the package
+blockpilot_hf; pass `revision=` with a commit to stay with the ones that you have read.
+
+- `assistant_model`: the drafter, here [{EMBEDDED_DRAFTER_NAME}](../{EMBEDDED_DRAFTER_NAME}); any DFlash drafter that fits the target.
+- `policy`: object, folder or Hub id; by default the one that the drafter names, here [{EMBEDDED_POLICY_NAME}](../{EMBEDDED_POLICY_NAME}). `False` for none.
+- `block_size`: fixes the size; 1 is plain decoding.
+- `adapt="flight"`: each step decides how much to draft and to verify, which is the default; `"prompt"`: one size for the whole answer, which is what a policy
+  by the paper's rule is asked for.
+
+With `return_dict_in_generate=True` the output has a field `blockpilot`, the record of the call.
+
+## Limits
+
+- One row at a time: batches are decoded row by row.
+- No beams, no encoder-decoder models; what else is refused is said by the error, before the first pass.
+- In bfloat16 a wider pass rounds differently, which can turn a near-tie.
+
+## Citation
+
+DFlash: arXiv [2602.06036](https://arxiv.org/abs/2602.06036). BlockPilot: arXiv [2606.31315](https://arxiv.org/abs/2606.31315).
+"""
+    data = ModelCardData(
+        license="apache-2.0",
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["custom_generate", "blockpilot", "dflash", "speculative-decoding", "block-diffusion"],
+    )
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}"))
 
 
 def drafter_card(record: dict[str, Any]) -> str:
@@ -375,7 +434,9 @@ def _all_last(groups: dict[str, Any]) -> dict[str, Any]:
 
 def write_cards(hub_cards: Path) -> None:
     """Renders the cards of all folders that are there anew."""
-    drafter = hub_cards / EMBEDDED_DRAFTER_NAME
+    recipe, drafter = hub_cards / RECIPE_NAME, hub_cards / EMBEDDED_DRAFTER_NAME
+    if recipe.is_dir():
+        (recipe / "README.md").write_text(recipe_card(), encoding="utf-8")
     if drafter.is_dir():
         (drafter / "README.md").write_text(drafter_card(_read(drafter / "validation.json")), encoding="utf-8")
     for name in (EMBEDDED_POLICY_NAME, EMBEDDED_PAPER_POLICY_NAME):

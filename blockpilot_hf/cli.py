@@ -18,6 +18,7 @@ from .cli_calibrate import calibrate_command
 from .cli_common import package_version
 from .cli_evaluate import evaluate_command
 from .cli_generate import generate
+from .cli_hub import export_command, push_command
 from .cli_policy import train_policy_command
 from .cli_prepare import prepare
 from .cli_sweep import check_replay_command, sweep
@@ -51,6 +52,8 @@ app.command("check-replay", short_help="Is a sweep what decoding does?")(check_r
 app.command("calibrate", short_help="Measure what passes cost here, for decisions.")(calibrate_command)
 app.command("train-policy", short_help="Train a policy on a sweep.")(train_policy_command)
 app.command("evaluate", short_help="What policies are worth on prompts that no training saw.")(evaluate_command)
+app.command("export", short_help="Write the Hub repositories to a folder.")(export_command)
+app.command("push", short_help="Upload the Hub repositories.")(push_command)
 
 
 def main() -> None:

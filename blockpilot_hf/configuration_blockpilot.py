@@ -9,7 +9,7 @@ from dataclasses import field
 from itertools import pairwise
 from typing import Any
 
-from transformers import PreTrainedConfig
+from .sharing import SharedConfig
 
 HEADS = ("choice", "curve")
 FEATURES = ("compact", "logits", "compact+context")
@@ -62,7 +62,7 @@ def check_sampling(*, temperature: float | None = None, top_k: int | None = None
         raise ValueError(f"`top_p` must be a number from 0 to 1, got {top_p!r}. Leave it out when top-p is not used.")
 
 
-class BlockPilotConfig(PreTrainedConfig):
+class BlockPilotConfig(SharedConfig):
     r"""
     Configuration of a [`BlockPilotPolicy`].
 

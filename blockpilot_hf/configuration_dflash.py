@@ -7,8 +7,9 @@ checkpoint configs differ. It knows nothing of weights or of the target beyond t
 
 from typing import Any
 
-from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .sharing import SharedConfig
 
 # Keys of `dflash_config` whose meaning is known. Everything else may change the output, so it is an error.
 _DFLASH_KEYS = (
@@ -47,7 +48,7 @@ _SUPPORTED = (
 )
 
 
-class DFlashConfig(PreTrainedConfig):
+class DFlashConfig(SharedConfig):
     r"""
     Configuration of [`DFlashDraftModel`]. The defaults are those of the published drafter for Qwen3-4B.
 

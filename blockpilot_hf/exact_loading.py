@@ -1,9 +1,9 @@
 """Models that load whole or not at all. Knows nothing of what the weights mean."""
 
-from transformers import PreTrainedModel
+from .sharing import SharedModel
 
 
-class ExactPreTrainedModel(PreTrainedModel):
+class ExactPreTrainedModel(SharedModel):
     """
     A `PreTrainedModel` whose checkpoint must hold exactly its own tensors. A missing one would be random and an
     additional one ignored, and a model that only proposes or advises would go on answering: nothing would notice.

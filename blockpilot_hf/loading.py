@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import posixpath
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from .costs import has_native_bfloat16
 from .modeling_blockpilot import BlockPilotPolicy
 from .modeling_dflash import DFlashDraftModel
 from .packing import pack_linear_weights, packing_pays
+from .sharing import is_hub_id
 
 logger = logging.get_logger(__name__)
 
@@ -106,7 +108,8 @@ def _load_policy(name_or_path: str, stamp: Any, kwargs: str) -> Any:
 
 def policy_of_drafter(drafter: Any, **kwargs: Any) -> Any:
     """
-    The policy that the drafter's config names, or `None`. A relative folder counts from the drafter's own folder.
+    The policy that the drafter's config names, or `None`. A relative folder counts from the drafter's own folder, or
+    from its repository.
 
     Raises:
         `OSError`: if the config names a policy that cannot be found.
@@ -114,9 +117,12 @@ def policy_of_drafter(drafter: Any, **kwargs: Any) -> Any:
     name = getattr(drafter.config, "policy", None)
     if not name:
         return None
-    beside = Path(getattr(drafter.config, "_name_or_path", None) or "") / name
+    own = getattr(drafter.config, "_name_or_path", None) or ""
+    beside = Path(own) / name
     if beside.is_dir():  # before a folder of that name in the working directory
         name = str(beside)
+    elif name.startswith("../") and is_hub_id(own):  # a folder pushed as it is: its neighbours are repositories
+        name = posixpath.normpath(f"{own}/{name}")
     revision = getattr(drafter.config, "policy_revision", None)
     if revision is not None and not Path(name).is_dir():
         kwargs["revision"] = revision

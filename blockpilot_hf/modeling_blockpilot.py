@@ -93,6 +93,12 @@ class BlockPilotPolicy(ExactPreTrainedModel):
         "Save the policy again with `save_pretrained`, or correct `block_sizes`, `head`, `features`, `vocab_size`, "
         "`context_size` or `hidden_size` in its config.json."
     )
+    _card_name = "BlockPilot policy"
+    _card_text = (
+        "Reads the target's prefill and picks the block size of a prompt for block-diffusion speculative decoding "
+        "([BlockPilot](https://arxiv.org/abs/2606.31315))."
+    )
+    _card_tags = ("blockpilot", "speculative-decoding")
 
     def __init__(self, config: BlockPilotConfig):
         super().__init__(config)

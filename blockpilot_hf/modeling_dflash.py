@@ -140,6 +140,12 @@ class DFlashDraftModel(ExactPreTrainedModel):
         "A DFlash drafter has exactly `fc`, `hidden_norm`, `norm` and `layers.*`, and `shortlist_ids` with a "
         "`shortlist_size`: embedding and head are the target's."
     )
+    _card_name = "DFlash drafter"
+    _card_text = (
+        "Proposes a block of tokens in one pass ([DFlash](https://arxiv.org/abs/2602.06036)). The target verifies it "
+        "in one pass: `generate` needs fewer passes and gives the same text."
+    )
+    _card_tags = ("dflash", "speculative-decoding", "block-diffusion")
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)

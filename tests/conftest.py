@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 import torch
+from hub_fixtures import hub_client, hub_process, local_hub, shared_hub  # noqa: F401
 from safetensors.torch import save_file
 from transformers import (
     Gemma3ForCausalLM,

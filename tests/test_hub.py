@@ -2,12 +2,16 @@
 
 import ast
 import os
+import re
 import shutil
 import stat
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
+from conftest import make_prompt
+from transformers.dynamic_module_utils import check_python_requirements, get_relative_import_files
+from transformers.utils.import_utils import split_package_version
 
 import blockpilot_hf
 from blockpilot_hf import custom_generate_dir, hub
@@ -27,8 +31,30 @@ def _files(folder):
 
 def test_folder_holds_the_packages_own_files(home):
     files = _files(custom_generate_dir())
+    assert files.pop("custom_generate/requirements.txt").decode().splitlines() == [*hub.REQUIREMENTS]
     assert files == {f"custom_generate/{name}.py": (PACKAGE / f"{name}.py").read_bytes() for name in hub.RECIPE_MODULES}
     assert "custom_generate/generate.py" in files
+
+
+def test_folder_holds_what_loading_remote_code_looks_for_and_no_more():
+    looked_for = get_relative_import_files(PACKAGE / "generate.py")
+    assert {"generate", *(Path(file).stem for file in looked_for)} == set(hub.RECIPE_MODULES)
+    assert len(hub.RECIPE_MODULES) == len(set(hub.RECIPE_MODULES))
+
+
+def test_recipe_requires_what_the_package_requires(target, drafter, recipe):
+    """In the one form that transformers reads: a name, or a name, one comparison and numbers."""
+    project = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    lowest = dict(re.findall(r'^  "(torch|transformers)(>=[\d.]+)', project, flags=re.MULTILINE))
+    assert [*hub.REQUIREMENTS] == [f"{name}{lowest[name]}" for name in ("torch", "transformers")]
+    for line in hub.REQUIREMENTS:
+        assert split_package_version(line)[1] == ">="
+    check_python_requirements(recipe, requirements_file="custom_generate/requirements.txt")
+    wrong = Path(recipe).with_name("wrong")
+    shutil.copytree(recipe, wrong)
+    (wrong / "custom_generate" / "requirements.txt").write_text("torch>=99\ntransformers>=5.24\n")
+    with pytest.raises(ImportError, match=r"Missing requirements.*\ntorch>=99 \(installed: "):
+        target.generate(make_prompt(4), assistant_model=drafter, custom_generate=str(wrong), trust_remote_code=True)
 
 
 def test_every_import_of_the_folder_is_found_beside_the_importing_file(home):
@@ -94,7 +120,7 @@ def test_half_made_folder_of_a_killed_process_is_not_taken_for_a_whole_one(home,
     monkeypatch.setenv("HF_HOME", str(home))
     folder = custom_generate_dir()
     assert Path(folder) not in left
-    assert len(_files(folder)) == len(hub.RECIPE_MODULES)
+    assert len(_files(folder)) == len(hub.recipe_files())
 
 
 def test_failure_while_writing_leaves_nothing(home, monkeypatch):
@@ -116,7 +142,7 @@ def test_two_at_once_get_one_whole_folder(home, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", late)
     folder = custom_generate_dir()
-    assert len(_files(folder)) == len(hub.RECIPE_MODULES)
+    assert len(_files(folder)) == len(hub.recipe_files())
     assert [path.name for path in (home / "blockpilot").iterdir()] == [Path(folder).name]
 
 

@@ -10,14 +10,16 @@ from huggingface_hub import ModelCard
 from transformers import AutoModel
 
 from blockpilot_hf import BlockPilot
-from blockpilot_hf.cards import card_of_policy, drafter_card, policy_card, write_cards
+from blockpilot_hf.cards import card_of_policy, drafter_card, policy_card, recipe_card, write_cards
 from blockpilot_hf.embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDED_POLICY_NAME
 from blockpilot_hf.evaluation_display import figure
+from blockpilot_hf.export import RECIPE_NAME
 from blockpilot_hf.loading import policy_of_drafter
 from blockpilot_hf.target_states import weights_fingerprint
 
 HUB_CARDS = Path(__file__).resolve().parent.parent / "hub_cards"
 DRAFTER = HUB_CARDS / EMBEDDED_DRAFTER_NAME
+RECIPE = HUB_CARDS / RECIPE_NAME
 POLICIES = [HUB_CARDS / name for name in (EMBEDDED_POLICY_NAME, EMBEDDED_PAPER_POLICY_NAME)]
 
 of_every_policy = pytest.mark.parametrize("folder", POLICIES, ids=["seconds", "tau"])
@@ -45,11 +47,15 @@ def test_a_policys_card_is_rendered_from_the_records_beside_it(folder):
     assert (folder / "README.md").read_text(encoding="utf-8") == card_of_policy(folder)
 
 
-@pytest.mark.parametrize("folder", [DRAFTER, *POLICIES], ids=["drafter", "seconds", "tau"])
+def test_the_recipes_card_is_rendered_too():
+    assert (RECIPE / "README.md").read_text(encoding="utf-8") == recipe_card()
+
+
+@pytest.mark.parametrize("folder", [DRAFTER, *POLICIES, RECIPE], ids=["drafter", "seconds", "tau", "recipe"])
 def test_front_matter_says_what_the_hub_needs(folder):
     card = ModelCard.load(folder / "README.md")
     assert card.data.license == "apache-2.0"
-    assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert card.data.base_model == (None if folder == RECIPE else "HuggingFaceTB/SmolLM2-135M-Instruct")
     assert "custom_generate" in card.data.tags
 
 
@@ -69,11 +75,11 @@ def test_figures_of_a_policys_card_follow_its_record(folder):
 
 def test_cards_of_the_folders_that_are_there_are_written(tmp_path):
     """Also where only one of the policies is."""
-    for folder in (DRAFTER, POLICIES[0]):
+    for folder in (DRAFTER, POLICIES[0], RECIPE):
         shutil.copytree(folder, tmp_path / folder.name)
         (tmp_path / folder.name / "README.md").unlink()
     write_cards(tmp_path)
-    for folder in (DRAFTER, POLICIES[0]):
+    for folder in (DRAFTER, POLICIES[0], RECIPE):
         assert (tmp_path / folder.name / "README.md").read_bytes() == (folder / "README.md").read_bytes()
 
 

@@ -58,7 +58,11 @@ ORDER = [
     "throughput_timing",
     "throughput_display",
     "throughput_card",
+    "export",
     "cards",
+    "export_checks",
+    "hub_access",
+    "push",
     "cli_measure",
     "cli_answers",
     "cli_console",
@@ -72,6 +76,7 @@ ORDER = [
     "cli_policy",
     "cli_throughput",
     "cli_evaluate",
+    "cli_hub",
     "cli",
 ]
 ALLOWED_ABROAD = {"torch", "transformers"} | set(sys.stdlib_module_names)
@@ -81,7 +86,8 @@ NOT_AT_IMPORT = [
     "dflash",
 ]
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+# An installed package holds copies of its files for the Hub, in a folder of their own.
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "hub_cards" not in path.relative_to(PACKAGE).parts)
 MODULES = [name for name in ORDER if (PACKAGE / f"{name}.py").is_file()]
 
 

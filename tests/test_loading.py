@@ -156,6 +156,14 @@ def test_policy_named_by_the_drafter_is_loaded_with_its_revision_and_the_pilots_
     assert spies["policy"] == [(("org/policy",), {"token": "a-token", "revision": "r3"})]
 
 
+def test_relative_policy_of_a_drafter_from_the_hub_is_the_repository_beside_it(spies, target):
+    """A folder that was uploaded as it is."""
+    named = make_drafter(target, policy="../policy", policy_revision="r3")
+    named.config._name_or_path = "org/drafter"
+    BlockPilot.from_pretrained(named).generate(target, PROMPT, max_new_tokens=2)
+    assert spies["policy"] == [(("org/policy",), {"revision": "r3"})]
+
+
 def test_policy_of_a_call_is_loaded_with_the_pilots_access(spies, target, drafter):
     pilot = BlockPilot.from_pretrained(drafter, **SHARED)
     for _ in range(2):

@@ -1,0 +1,169 @@
+"""Whether an assembled repository is one that strangers can load: files, config, weights, code, card and links.
+
+Looks at the folder alone, as one who downloads it, and asks nothing of the network.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, metadata_load
+from safetensors import safe_open
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from .configuration_blockpilot import BlockPilotConfig
+from .configuration_dflash import DFlashConfig
+from .export import NAMESPACE, files_of, read_config
+from .modeling_blockpilot import BlockPilotPolicy
+from .modeling_dflash import DFlashDraftModel
+from .sharing import is_hub_id, is_local_path
+
+_ALLOWED_IMPORTS = {"torch", "transformers"} | set(sys.stdlib_module_names)
+# What `pickle.dump` and `torch.save` write begins with these.
+_PICKLES = (*(bytes([0x80, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")
+_PICKLE_NAMES = (".bin", ".ckpt", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth")
+_LOCAL_PATH = re.compile(r"""(?:^|[\s"'`(=:,])((?:~|[A-Za-z]:)?[/\\](?:[\w.+-]+[/\\])+[\w.+-]*)""", flags=re.ASCII)
+_LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+
+def check_repository(folder: Path) -> None:
+    """
+    Check a repository whose namespace is filled in.
+
+    Raises:
+        `ValueError`: with all that is wrong with it.
+    """
+    kinds = (_file_problems, _code_problems, _config_problems, _weight_problems, _card_problems, _link_problems)
+    problems = [problem for kind in kinds for problem in kind(folder)]
+    if problems:
+        raise ValueError(f"{folder.name} cannot be pushed: {'; '.join(problems)}.")
+
+
+def _file_problems(folder: Path) -> Iterator[str]:
+    for path in files_of(folder):
+        with (folder / path).open("rb") as file:
+            start = file.read(4)
+        if path.endswith(_PICKLE_NAMES) or start.startswith(_PICKLES):
+            yield f"{path} is a pickle, which runs code when it is loaded; weights have to be safetensors"
+        if path.endswith((".json", ".md")):
+            text = (folder / path).read_text(encoding="utf-8")
+            found = _LOCAL_PATH.search(text)
+            if found:
+                yield f"{path} names {found[1]!r}, a path of this machine"
+
+
+def _code_problems(folder: Path) -> Iterator[str]:
+    """Imports that a machine with torch and transformers cannot follow, else files that nothing imports."""
+    modules, is_whole = [Path(path) for path in files_of(folder) if path.endswith(".py")], True
+    for module in modules:
+        for node in ast.walk(ast.parse((folder / module).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                tops = [(0, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                tops = [(node.level, node.module or "")]
+            else:
+                continue
+            for level, name in tops:
+                if level == 0 and name.split(".")[0] not in _ALLOWED_IMPORTS:
+                    yield f"{module} imports {name}, and only torch and transformers are there"
+                elif level and (level > 1 or not (folder / module.with_name(f"{name}.py")).is_file()):
+                    is_whole = False
+                    yield f"{module} imports {'.' * level}{name}, which is not beside it"
+    entries = _entry_modules(folder)
+    for entry in sorted(entries - {module.as_posix() for module in modules}):
+        is_whole = False
+        yield f"{entry} is missing"
+    if is_whole:
+        files = [file for entry in entries for file in get_relative_import_files(folder / entry)]
+        needed = {Path(file).relative_to(folder) for file in files}
+        for module in sorted(set(modules) - needed - {Path(entry) for entry in entries}):
+            yield f"{module} is imported by nothing"
+
+
+def _entry_modules(folder: Path) -> set[str]:
+    """Files with which loading begins."""
+    if not (folder / "config.json").is_file():
+        return {"custom_generate/generate.py"}
+    references = read_config(folder).get("auto_map") or {}
+    return {f"{str(reference).partition('.')[0]}.py" for reference in references.values()}
+
+
+def _config_problems(folder: Path) -> Iterator[str]:
+    if not (folder / "config.json").is_file():
+        return
+    config = read_config(folder)
+    references = config.get("auto_map") or {}
+    if sorted(references) != ["AutoConfig", "AutoModel"]:
+        yield f"config.json has the `auto_map` {references}, not one for AutoConfig and AutoModel"
+    for field, value in config.items():
+        if isinstance(value, str) and field.endswith("name_or_path") and is_local_path(value):
+            yield f"config.json names the folder {value!r} in `{field}`"
+    policy = config.get("policy")
+    if policy is not None and not is_hub_id(policy):
+        yield f"config.json names the policy {policy!r}, which is no Hub id"
+
+
+def _weight_problems(folder: Path) -> Iterator[str]:
+    """They load exactly, by the class of this package: the copies beside them are not run."""
+    if not (folder / "config.json").is_file():
+        return
+    kind, weights = read_config(folder).get("model_type"), folder / "model.safetensors"
+    cls = {DFlashConfig.model_type: DFlashDraftModel, BlockPilotConfig.model_type: BlockPilotPolicy}.get(str(kind))
+    if cls is None:
+        yield f"config.json has the `model_type` {kind!r}, which is none of this package"
+        return
+    if not weights.is_file():
+        yield "model.safetensors is missing"
+        return
+    try:
+        with safe_open(weights, framework="pt") as opened:
+            opened.keys()
+        cls.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever it is, it would stop others too
+        yield f"config.json and model.safetensors do not load: {error}"
+
+
+def _card_problems(folder: Path) -> Iterator[str]:
+    if not (folder / "README.md").is_file():
+        yield "README.md is missing"
+        return
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    try:
+        data = metadata_load(folder / "README.md") or {}
+        ModelCard(text)
+    except Exception as error:  # of whatever kind the YAML reader has
+        yield f"the front matter of README.md cannot be read: {error}"
+        return
+    if not data.get("license") or not data.get("tags"):
+        yield "README.md begins without front matter that has a license and tags"
+        return
+    for name, value in _leaves(data):
+        if value is None:
+            yield f"{name} in the front matter of README.md is empty"
+        elif isinstance(value, str) and is_local_path(value):
+            yield f"{name} in the front matter of README.md is {value!r}, a path of this machine"
+    if NAMESPACE in text:
+        yield f"README.md still says {NAMESPACE}"
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name or "it", value
+
+
+def _link_problems(folder: Path) -> Iterator[str]:
+    """Links to files of the repository; those to the web are not followed."""
+    if not (folder / "README.md").is_file():
+        return
+    for link in _LINK.findall((folder / "README.md").read_text(encoding="utf-8")):
+        if not re.match(r"https?://|#|mailto:", link) and not (folder / link.partition("#")[0]).is_file():
+            yield f"README.md links to {link}, which is not in the repository"
+
+
+__all__ = ["check_repository"]
