@@ -48,8 +48,13 @@ def throughput_section(records: Sequence[dict[str, Any]]) -> str:
         "only."
     )
     parts.append("Commands:")
-    parts.append("\n".join(f"- `{record['run_info']['command']}`" for record in records))
+    parts.append("\n".join(f"- `{record['run_info']['command']}`{_notes(record)}" for record in records))
     return "\n\n".join(parts) + "\n"
+
+
+def _notes(record: dict[str, Any]) -> str:
+    notes = record["run_info"].get("notes")
+    return f": {notes}" if notes else ""
 
 
 def _markdown(table: Table) -> str:

@@ -155,3 +155,8 @@ def test_figures_of_the_readme_are_those_of_the_record():
         first, second, third = (figure(own[default][name]["tokens_per_second"], **more) for own in rules)
         assert f"{first}, {second} and {third} " in readme
     assert f"below {min(own[default]['least_speedup'] for own in rules):.2f} times plain decoding" in readme
+    timed = read(folder / "throughput-timed-float32.json")["timed"]["groups"]["all"]
+    told = [figure(timed["rules"][rule]["speedup"]) for rule in (default, "best_constant", "training_size")]
+    assert f"{told[0]} times plain by default, {told[1]} at the best constant size and {told[2]} at size 8" in readme
+    assert f"({timed['num_prompts']} of the prompts" in readme
+    assert timed["rules"][default]["num_identical"] == timed["num_prompts"]
