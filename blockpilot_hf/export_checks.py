@@ -4,6 +4,7 @@ Looks at the folder alone, as one who downloads it, and asks nothing of the netw
 """
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -19,13 +20,12 @@ from .configuration_dflash import DFlashConfig
 from .export import NAMESPACE, files_of, read_config
 from .modeling_blockpilot import BlockPilotPolicy
 from .modeling_dflash import DFlashDraftModel
-from .sharing import is_hub_id, is_local_path
 
 _ALLOWED_IMPORTS = {"torch", "transformers"} | set(sys.stdlib_module_names)
 # What `pickle.dump` and `torch.save` write begins with these.
 _PICKLES = (*(bytes([0x80, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")
 _PICKLE_NAMES = (".bin", ".ckpt", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth")
-_LOCAL_PATH = re.compile(r"""(?:^|[\s"'`(=:,])((?:~|[A-Za-z]:)?[/\\](?:[\w.+-]+[/\\])+[\w.+-]*)""", flags=re.ASCII)
+_LOCAL_PATH = re.compile(r"""(?:^|[\s"'`(=:,])((?:~?/|[A-Za-z]:[/\\])(?:[\w.+-]+[/\\])+[\w.+-]*)""", flags=re.ASCII)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
@@ -48,11 +48,19 @@ def _file_problems(folder: Path) -> Iterator[str]:
             start = file.read(4)
         if path.endswith(_PICKLE_NAMES) or start.startswith(_PICKLES):
             yield f"{path} is a pickle, which runs code when it is loaded; weights have to be safetensors"
-        if path.endswith((".json", ".md")):
-            text = (folder / path).read_text(encoding="utf-8")
-            found = _LOCAL_PATH.search(text)
-            if found:
-                yield f"{path} names {found[1]!r}, a path of this machine"
+        texts: list[Any] = []
+        if path.endswith(".md"):
+            texts = [(folder / path).read_text(encoding="utf-8")]
+        elif path.endswith(".json"):
+            try:
+                record = json.loads((folder / path).read_text(encoding="utf-8"))
+            except ValueError as error:
+                yield f"{path} is no JSON: {error}"
+                continue
+            texts = [text for leaf in _leaves(record) for text in leaf if isinstance(text, str)]
+        for found in filter(None, map(_LOCAL_PATH.search, texts)):
+            yield f"{path} names {found[1]!r}, a path of this machine"
+            break
 
 
 def _code_problems(folder: Path) -> Iterator[str]:
@@ -99,10 +107,10 @@ def _config_problems(folder: Path) -> Iterator[str]:
     if sorted(references) != ["AutoConfig", "AutoModel"]:
         yield f"config.json has the `auto_map` {references}, not one for AutoConfig and AutoModel"
     for field, value in config.items():
-        if isinstance(value, str) and field.endswith("name_or_path") and is_local_path(value):
+        if isinstance(value, str) and field.endswith("name_or_path") and _is_path(value):
             yield f"config.json names the folder {value!r} in `{field}`"
     policy = config.get("policy")
-    if policy is not None and not is_hub_id(policy):
+    if policy is not None and (_is_path(policy) or policy.count("/") != 1):
         yield f"config.json names the policy {policy!r}, which is no Hub id"
 
 
@@ -143,10 +151,15 @@ def _card_problems(folder: Path) -> Iterator[str]:
     for name, value in _leaves(data):
         if value is None:
             yield f"{name} in the front matter of README.md is empty"
-        elif isinstance(value, str) and is_local_path(value):
+        elif isinstance(value, str) and _is_path(value):
             yield f"{name} in the front matter of README.md is {value!r}, a path of this machine"
     if NAMESPACE in text:
         yield f"README.md still says {NAMESPACE}"
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name is written as a path. What lies in the working folder has no say: an export may have its name."""
+    return name.startswith(("/", "~", "./", "../")) or "\\" in name
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -253,6 +253,7 @@ SPOILED = {
         lambda f: (f / "record.json").write_text('{"command": "blockpilot sweep /home/me/texts"}'),
         "record.json names '/home/me/texts', a path of this machine",
     ),
+    "record that was cut off": (lambda f: (f / "record.json").write_text('{"a": '), "record.json is no JSON"),
     "path in the card": (lambda f: spoil_card(f, "\n# ", "\nSee ~/my/notes.\n# "), "names '~/my/notes.'"),
     "foreign import": (
         lambda f: (f / "modeling_blockpilot.py").write_text("import numpy\n"),
@@ -321,6 +322,17 @@ def test_a_repository_that_others_could_not_use_is_refused_with_the_reason(kind,
     spoil(folder)
     with pytest.raises(ValueError, match=f"(?s)policy cannot be pushed: .*{message}"):
         check_repository(folder)
+
+
+def test_neither_line_breaks_nor_folders_here_make_a_repository_unfit(policy_repository, tmp_path, monkeypatch):
+    folder = tmp_path / "policy"
+    shutil.copytree(policy_repository, folder)
+    (folder / "record.json").write_text(json.dumps({"text": "\n\nand/or\n\\frac\\n", "share": "1/2 https://x.org/a/b"}))
+    spoil_config(folder, policy="some-org/policy")
+    for name in ("some-org/policy", "transformers", f"some-org/{EMBEDDED_DRAFTER_NAME}", "en"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    check_repository(folder)
 
 
 def test_all_that_is_wrong_is_said_at_once(policy_repository, tmp_path):
