@@ -44,7 +44,8 @@ def assert_exact(target, drafter, prompt=None, *, block_size=None, **kwargs):
     prompt = make_prompt() if prompt is None else prompt
     options = {**GREEDY, "return_dict_in_generate": True, **kwargs}
     plain = plain_generate(target, prompt, **options).sequences
-    ours = pilot_generate(BlockPilot(drafter), target, prompt, block_size=block_size, **options)
+    pilot = BlockPilot(drafter, adapt="prompt")
+    ours = pilot_generate(pilot, target, prompt, block_size=block_size, **options)
     assert torch.equal(ours.sequences, plain)
     return ours.blockpilot
 

@@ -183,7 +183,7 @@ def test_without_a_prompt_on_a_terminal_one_is_asked_for(run, monkeypatch):
 
 
 def test_a_file_is_answered_with_headings_and_a_table(run, prompts, plain):
-    status, out, _ = run("generate", "--prompts", prompts, "--max-new-tokens", 5, "--limit", 2)
+    status, out, _ = run("generate", "--prompts", prompts, "--max-new-tokens", 5, "--limit", 2, "--adapt", "prompt")
     assert status == 0
     for number, text in ((1, "text 0"), (2, "text 1")):
         assert f"[{number}/2] p[{number - 1}]\n> {text}\n\n{plain(text, 5)}\n" in out

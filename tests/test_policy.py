@@ -775,12 +775,14 @@ def test_nothing_is_tied_and_the_file_holds_exactly_the_weights(tmp_path):
     saved = load_file(tmp_path / "model.safetensors")
     assert saved.keys() == policy.state_dict().keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "README.md",
         "config.json",
         "configuration_blockpilot.py",
         "exact_loading.py",
         "features.py",
         "model.safetensors",
         "modeling_blockpilot.py",
+        "sharing.py",
     ]
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
         "AutoConfig": "configuration_blockpilot.BlockPilotConfig",

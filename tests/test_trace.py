@@ -72,7 +72,7 @@ def test_tau_is_the_mean_of_accepted_plus_bonus_over_steps(target):
             raise Enough
 
     with pytest.raises(Enough):
-        pilot_generate(BlockPilot(drafter), target, PROMPT, max_new_tokens=20, on_step=on_step)
+        pilot_generate(BlockPilot(drafter, adapt="prompt"), target, PROMPT, max_new_tokens=20, on_step=on_step)
     assert [r.num_accepted for r in records] == [3, 2, 1, 0]
     assert [i for r in records for i in r.committed_ids] == plain[0, 11:].tolist()
     assert DecodeTrace(block_size=5, steps=records).acceptance_length == 2.5
