@@ -181,7 +181,8 @@ def test_an_unknown_repository_is_refused_with_those_that_are_known(mirror, tmp_
 def test_the_command_says_what_it_wrote(mirror, tmp_path, capsys):
     assert _run(["export", str(tmp_path / "out"), "--repos", EMBEDDED_POLICY_NAME]) == 0
     printed = capsys.readouterr().out
-    assert f"{tmp_path / 'out' / EMBEDDED_POLICY_NAME}: 9 files" in printed and "9 new" in printed
+    unwrapped = "".join(printed.split())
+    assert f"{tmp_path / 'out' / EMBEDDED_POLICY_NAME}:9files" in unwrapped and "9 new" in printed
     assert "modeling_blockpilot.py" in printed
     _run(["export", str(tmp_path / "out"), "--repos", EMBEDDED_POLICY_NAME])
     assert "9 unchanged" in capsys.readouterr().out
