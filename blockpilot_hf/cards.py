@@ -19,6 +19,7 @@ from .evaluation_display import (
     control_lines,
     gains_table,
     groups_table,
+    markdown_table,
     rules_table,
     temperature_name,
 )
@@ -109,7 +110,7 @@ def drafter_card(record: dict[str, Any]) -> str:
     Args:
         record (`dict`): Of `blockpilot train-drafter`, as in `validation.json`.
     """
-    rows = _table(
+    rows = markdown_table(
         ["prompts", "number", "acceptance length"],
         [
             [name, str(group["num_prompts"]), f"{group['acceptance_length']:.2f}"]
@@ -176,7 +177,7 @@ def _progress(record: dict[str, Any]) -> str:
         for entry in entries
     ]
     header = ["run", "steps", "texts", "visits", "minutes", "held out", *names]
-    return f"\nAcceptance length against data and steps; a run starts from the end of the one before:\n\n{_table(header, rows)}\n"
+    return f"\nAcceptance length against data and steps; a run starts from the end of the one before:\n\n{markdown_table(header, rows)}\n"
 
 
 def _start(meta: dict[str, Any]) -> str:
@@ -301,7 +302,7 @@ def _results(record: dict[str, Any], policy: str) -> str:
             choices_table(comparison, policy),
         ]
         for table in tables:
-            parts += [f"{table.title[0].upper()}{table.title[1:]}:", _table(table.header, table.rows)]
+            parts.append(table.markdown)
         if not all(group["is_enough"] for group in comparison["groups"].values()):
             parts.append(f"\\* fewer than {ENOUGH_PROMPTS} prompts: too few for a claim.")
         parts += [f"{line[0].upper()}{line[1:]}." for line in control_lines(comparison)]
@@ -334,7 +335,7 @@ def _costs(costs: dict[str, Any] | None) -> str:
         return ""
     table = CostTable.from_dict(costs)
     sizes = sorted(table.verify_s)
-    prices = _table(
+    prices = markdown_table(
         ["block size", *map(str, sizes)],
         [
             ["verify, ms", *(f"{table.verify_at(size) * 1e3:.1f}" for size in sizes)],
@@ -396,7 +397,7 @@ def _accuracy(training: dict[str, Any]) -> str:
         for entry in entries
     ]
     header = ["block size", "tau", "mean absolute error", "of predicting the training mean", "r2"]
-    return f"On those prompts:\n\n{_table(header, rows)}\n\n"
+    return f"On those prompts:\n\n{markdown_table(header, rows)}\n\n"
 
 
 def _made_for(sampling: dict[str, Any] | None) -> str:
@@ -421,11 +422,6 @@ def _card(name: str, body: str, *, tags: list[str]) -> str:
         model_name=name,
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}"))
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
-    return "\n".join(lines)
 
 
 def _all_last(groups: dict[str, Any]) -> dict[str, Any]:

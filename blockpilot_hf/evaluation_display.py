@@ -26,6 +26,16 @@ class Table:
     header: list[str]
     rows: list[list[str]]
 
+    @property
+    def markdown(self) -> str:
+        """With its title above, as cards have it."""
+        return f"{self.title[0].upper()}{self.title[1:]}:\n\n{markdown_table(self.header, self.rows)}"
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
+
 
 def rule_name(rule: str, comparison: Mapping[str, Any]) -> str:
     """What a rule of a record is called where the comparison is known: a policy has its name only next to another."""
@@ -246,6 +256,7 @@ __all__ = [
     "group_name",
     "groups_table",
     "main_measure",
+    "markdown_table",
     "number",
     "policy_label",
     "rule_name",

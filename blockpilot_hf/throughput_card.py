@@ -6,7 +6,6 @@ One record tells what was simulated, and others of the same sweep each a timed r
 from collections.abc import Sequence
 from typing import Any
 
-from .evaluation_display import Table
 from .throughput_display import agreement_table, groups_table, ratios_table, speeds_table, timed_table
 
 RECORDS = "throughput*.json"
@@ -36,11 +35,11 @@ def throughput_section(records: Sequence[dict[str, Any]]) -> str:
         "seconds of cost tables, prefill\nand policy aside:"
     )
     for result in simulated["results"]:
-        parts += [_markdown(speeds_table(result)), _markdown(ratios_table(result)), _markdown(groups_table(result))]
+        parts += [speeds_table(result).markdown, ratios_table(result).markdown, groups_table(result).markdown]
     for record in records:
         if record["timed"] is not None:
             timed = record["timed"]
-            parts += [_markdown(timed_table(timed)), _markdown(agreement_table(timed)), _markdown(groups_table(timed))]
+            parts += [timed_table(timed).markdown, agreement_table(timed).markdown, groups_table(timed).markdown]
     parts.append(
         "Times plain: mean over prompts of the speed over plain decoding, in brackets 95 % bootstrap intervals over "
         "prompts; least: of a prompt.\nTimed: whole calls, prefill included, in turns with plain `generate`; table: "
@@ -55,11 +54,6 @@ def throughput_section(records: Sequence[dict[str, Any]]) -> str:
 def _notes(record: dict[str, Any]) -> str:
     notes = record["run_info"].get("notes")
     return f": {notes}" if notes else ""
-
-
-def _markdown(table: Table) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (table.header, ["---"] * len(table.header), *table.rows)]
-    return f"{table.title[0].upper()}{table.title[1:]}:\n\n" + "\n".join(lines)
 
 
 __all__ = ["RECORDS", "throughput_section"]
