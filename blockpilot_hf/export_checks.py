@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, metadata_load
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from safetensors import safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -26,6 +26,17 @@ _ALLOWED_IMPORTS = {"torch", "transformers"} | set(sys.stdlib_module_names)
 _PICKLES = (*(bytes([0x80, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")
 _PICKLE_NAMES = (".bin", ".ckpt", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth")
 _LOCAL_PATH = re.compile(r"""(?:^|[\s"'`(=:,])((?:~?/|[A-Za-z]:[/\\])(?:[\w.+-]+[/\\])+[\w.+-]*)""", flags=re.ASCII)
+# What the Hub takes as `license` (huggingface.co/docs/hub/repositories-licenses).
+_LICENSES = """
+apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
+afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5
+cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0
+cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0 cdla-permissive-1.0
+cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0
+lgpl lgpl-2.1 lgpl-3.0 isc lppl-1.3c ms-pl mpl-2.0 odc-by odbl openrail++ osl-3.0 postgresql ofl-1.1 ncsa unlicense
+zlib pddl lgpl-lr deepfloyd-if-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 gemma unknown other
+"""
+LICENSES = frozenset(_LICENSES.split())
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
@@ -141,13 +152,18 @@ def _card_problems(folder: Path) -> Iterator[str]:
     text = (folder / "README.md").read_text(encoding="utf-8")
     try:
         data = metadata_load(folder / "README.md") or {}
-        ModelCard(text)
+        ModelCard(text)  # with `model-index` it has to be complete
     except Exception as error:  # of whatever kind the YAML reader has
         yield f"the front matter of README.md cannot be read: {error}"
         return
     if not data.get("license") or not data.get("tags"):
         yield "README.md begins without front matter that has a license and tags"
         return
+    if data["license"] not in LICENSES:
+        yield f"README.md has the license {data['license']!r}, which is none of the Hub's"
+    card = ModelCard(text).data
+    if ModelCardData(**card.__dict__).to_dict() != data:
+        yield "the front matter of README.md is not what `ModelCardData` makes of it"
     for name, value in _leaves(data):
         if value is None:
             yield f"{name} in the front matter of README.md is empty"
@@ -179,4 +195,4 @@ def _link_problems(folder: Path) -> Iterator[str]:
             yield f"README.md links to {link}, which is not in the repository"
 
 
-__all__ = ["check_repository"]
+__all__ = ["LICENSES", "check_repository"]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import make_prompt, make_target, plain_generate
+from conftest import constant_policy, make_prompt, make_target, plain_generate
 from hub_mirror import save_mirror, use_mirror
 from huggingface_hub import ModelCard
 from python_process import PythonSession, bare_python
@@ -491,3 +491,58 @@ def test_a_stranger_decodes_with_recipe_drafter_and_the_policy_that_it_names(sha
             of_policy = [request.path for request in requests if f"/{POLICY}/" in request.path]
             assert f"/{user[0]}/{POLICY}/resolve/{pinned}/model.safetensors" in of_policy
             assert not [path for path in of_policy if path.endswith(".py")]
+
+
+PINNED = """
+import sys, torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+torch.set_num_threads(1)
+target = AutoModelForCausalLM.from_pretrained(target_folder).eval()
+drafter = AutoModel.from_pretrained(drafter_id, trust_remote_code=True).eval()
+ids = torch.tensor([prompt])
+
+def decode(**kwargs):
+    output = target.generate(
+        ids, assistant_model=drafter, custom_generate=recipe_id, trust_remote_code=True, max_new_tokens=8,
+        return_dict_in_generate=True, **kwargs,
+    )
+    return output if isinstance(output, str) else output.blockpilot.block_size
+
+def load(**kwargs):
+    policy = AutoModel.from_pretrained(policy_id, trust_remote_code=True, **kwargs)
+    return [policy.config.block_sizes, getattr(sys.modules[type(policy).__module__], "REVISION", "first")]
+
+result = {
+    "pinned": decode(revision=recipe_revision), "newest": decode(),
+    "policies": [load(revision=policy_revision), load(), load(revision="side")],
+}
+"""
+
+
+def test_a_pinned_revision_gives_the_code_and_the_weights_of_that_revision(shared_hub, push, user, tmp_path):
+    """Also those of the policy that the drafter names, which was pinned when they were pushed."""
+    assert push()[0] == 0
+    pinned = heads(shared_hub, user[0])
+    target = make_target()
+    target.save_pretrained(tmp_path / "target")
+    constant_policy(5).save_pretrained(tmp_path / "newer")
+    newer = {name: (tmp_path / "newer" / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    code = shared_hub.files(f"{user[0]}/{POLICY}")["modeling_blockpilot.py"] + b'\nREVISION = "newest"\n'
+    shared_hub.put(f"{user[0]}/{POLICY}", {**newer, "modeling_blockpilot.py": code})
+    shared_hub.put(f"{user[0]}/{POLICY}", {"modeling_blockpilot.py": code.replace(b"newest", b"side")}, revision="side")
+    recipe = b'def generate(model, *args, **kwargs):\n    return "newest"\n'
+    shared_hub.put(f"{user[0]}/{RECIPE}", {"custom_generate/generate.py": recipe})
+    with PythonSession(shared_hub.environment(tmp_path / "home")) as session:
+        found = session.run(
+            PINNED,
+            target_folder=str(tmp_path / "target"),
+            drafter_id=f"{user[0]}/{DRAFTER}",
+            policy_id=f"{user[0]}/{POLICY}",
+            recipe_id=f"{user[0]}/{RECIPE}",
+            recipe_revision=pinned[RECIPE],
+            policy_revision=pinned[POLICY],
+            prompt=make_prompt(10)[0].tolist(),
+        )
+    assert found["pinned"] == 3 and found["newest"] == "newest"
+    assert found["policies"] == [[[3], "first"], [[5], "newest"], [[5], "side"]]

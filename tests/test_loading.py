@@ -9,7 +9,7 @@ from conftest import constant_policy, make_drafter, make_prompt, plain_generate,
 from torch import nn
 from transformers import AutoModel
 
-from blockpilot_hf import BlockPilot, BlockPilotPolicy, DFlashDraftModel, loading
+from blockpilot_hf import BlockPilot, BlockPilotConfig, BlockPilotPolicy, DFlashDraftModel, loading
 from blockpilot_hf.generate import generate
 from blockpilot_hf.loading import load_drafter, load_policy, policy_of_drafter
 from blockpilot_hf.packing import PackedLinear
@@ -106,8 +106,11 @@ def spies(monkeypatch, drafter):
     def spy(what, result):
         return lambda *args, **kwargs: seen[what].append((args, kwargs)) or result
 
-    ours = {"model_type": drafter.config.model_type}
-    monkeypatch.setattr(loading.PreTrainedConfig, "get_config_dict", spy("config", (ours, {})))
+    def config_of(name, **kwargs):
+        seen["config"].append(((name,), kwargs))
+        return {"model_type": drafter.config.model_type if "drafter" in name else BlockPilotConfig.model_type}, {}
+
+    monkeypatch.setattr(loading.PreTrainedConfig, "get_config_dict", config_of)
     monkeypatch.setattr(loading.DFlashDraftModel, "from_pretrained", spy("drafter", drafter))
     monkeypatch.setattr(loading.BlockPilotPolicy, "from_pretrained", spy("policy", constant_policy(3)))
     loading._load_policy.cache_clear()
@@ -137,7 +140,10 @@ def test_where_to_load_from_reaches_every_load(spies):
         **SHARED,
     )
     found = {k: v for k, v in SHARED.items() if k in ("token", "cache_dir", "local_files_only")}
-    assert spies["config"] == [(("org/drafter",), {**found, "revision": "r1", "subfolder": "d"})]
+    assert spies["config"] == [
+        (("org/drafter",), {**found, "revision": "r1", "subfolder": "d"}),
+        (("org/policy",), {**found, "revision": "r2", "subfolder": "p"}),
+    ]
     of_drafter = {**SHARED, "revision": "r1", "subfolder": "d", "dtype": torch.float32, "device_map": "cpu"}
     assert spies["drafter"] == [(("org/drafter",), of_drafter)]
     assert spies["policy"] == [(("org/policy",), {**SHARED, "revision": "r2", "subfolder": "p"})]
@@ -145,7 +151,7 @@ def test_where_to_load_from_reaches_every_load(spies):
 
 def test_what_is_not_given_is_not_passed_on(spies):
     BlockPilot.from_pretrained("org/drafter", "org/policy")
-    assert spies["config"] == [(("org/drafter",), {})]
+    assert spies["config"] == [(("org/drafter",), {}), (("org/policy",), {})]
     assert spies["drafter"] == [(("org/drafter",), {"dtype": "auto"})]
     assert spies["policy"] == [(("org/policy",), {})]
 
@@ -175,6 +181,15 @@ def test_recipe_loads_the_policy_with_its_own_access_but_not_from_its_own_revisi
     where = {**SHARED, "revision": "r1", "subfolder": "s", "repo_type": "model"}
     generate(model=target, inputs=PROMPT, assistant_model=drafter, policy="org/policy", max_new_tokens=2, **where)
     assert spies["policy"] == [(("org/policy",), SHARED)]
+
+
+def test_what_is_no_policy_is_told_apart_from_what_is_not_there(target, drafter, tmp_path):
+    """A drafter in its place would be a list of weights that do not fit."""
+    drafter.save_pretrained(tmp_path / "drafter")
+    with pytest.raises(ValueError, match=r"drafter' is no BlockPilot policy: .*'blockpilot_dflash'.*policy=False"):
+        BlockPilot(drafter).generate(target, PROMPT, policy=str(tmp_path / "drafter"), max_new_tokens=2)
+    with pytest.raises(OSError, match=r"The policy '.*nowhere' cannot be loaded: "):
+        BlockPilot(drafter).generate(target, PROMPT, policy=str(tmp_path / "nowhere"), max_new_tokens=2)
 
 
 def test_objects_are_taken_as_they_are(drafter):

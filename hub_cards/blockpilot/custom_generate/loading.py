@@ -12,6 +12,7 @@ from transformers import AutoModel, PreTrainedConfig
 from transformers.utils import logging
 
 from .checks import check_drafter
+from .configuration_blockpilot import BlockPilotConfig
 from .configuration_dflash import is_dflash_config_dict
 from .costs import has_native_bfloat16
 from .modeling_blockpilot import BlockPilotPolicy
@@ -33,10 +34,7 @@ def load_drafter(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:
         name_or_path (`str`): Folder or Hub id.
         kwargs: As `from_pretrained` takes them: `revision`, `token`, `cache_dir`, `subfolder`, `dtype`, ...
     """
-    hub = {
-        key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only", "subfolder") if key in kwargs
-    }
-    config_dict, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub)
+    config_dict, _ = PreTrainedConfig.get_config_dict(name_or_path, **_hub_kwargs(kwargs))
     is_ours = is_dflash_config_dict(config_dict) or any(key.startswith("speculators") for key in config_dict)
     drafter = (DFlashDraftModel if is_ours else AutoModel).from_pretrained(name_or_path, **kwargs)
     check_drafter(drafter)
@@ -94,7 +92,20 @@ def native_dtype(device: str | torch.device = "cpu") -> torch.dtype:
 
 
 def load_policy(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:
-    """A policy from a folder or Hub id; loaded once per process as long as the folder's files stay the same."""
+    """
+    A policy from a folder or Hub id; loaded once per process as long as the folder's files stay the same.
+
+    Raises:
+        `OSError`: if there is none, or none that may be seen.
+        `ValueError`: for a model of another kind.
+    """
+    try:
+        return _cached_policy(name_or_path, **kwargs)
+    except OSError as error:
+        raise OSError(f"The policy '{name_or_path}' cannot be loaded: {error}") from error
+
+
+def _cached_policy(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:
     folder = Path(name_or_path, kwargs.get("subfolder") or "")
     stamp = tuple(sorted((f.name, f.stat().st_mtime_ns) for f in folder.iterdir())) if folder.is_dir() else None
     # As text, because `proxies` is a dict, which cannot be part of a key.
@@ -103,7 +114,21 @@ def load_policy(name_or_path: str | os.PathLike, **kwargs: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _load_policy(name_or_path: str, stamp: Any, kwargs: str) -> Any:
-    return BlockPilotPolicy.from_pretrained(name_or_path, **json.loads(kwargs)).eval()
+    given = json.loads(kwargs)
+    config_dict, _ = PreTrainedConfig.get_config_dict(name_or_path, **_hub_kwargs(given))
+    kind = config_dict.get("model_type")
+    if kind != BlockPilotConfig.model_type:
+        raise ValueError(
+            f"'{name_or_path}' is no BlockPilot policy: the `model_type` of its config is {kind!r}, not "
+            f"{BlockPilotConfig.model_type!r}. Pass `policy=` with the folder or Hub id of one, or `policy=False`."
+        )
+    return BlockPilotPolicy.from_pretrained(name_or_path, **given).eval()
+
+
+def _hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those that say where a config is found."""
+    names = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+    return {name: kwargs[name] for name in names if name in kwargs}
 
 
 def policy_of_drafter(drafter: Any, **kwargs: Any) -> Any:
@@ -127,7 +152,7 @@ def policy_of_drafter(drafter: Any, **kwargs: Any) -> Any:
     if revision is not None and not Path(name).is_dir():
         kwargs["revision"] = revision
     try:
-        return load_policy(name, **kwargs)
+        return _cached_policy(name, **kwargs)
     except OSError as error:
         raise OSError(
             f"The drafter's config names the policy '{name}', which cannot be loaded: {error}. Pass `policy=` with a "
