@@ -83,7 +83,7 @@ model = AutoModelForCausalLM.from_pretrained("{BASE_MODEL}", dtype="float32")
 tokenizer = AutoTokenizer.from_pretrained("{BASE_MODEL}")
 drafter = AutoModel.from_pretrained("{NAMESPACE}/{EMBEDDED_DRAFTER_NAME}", dtype="float32", trust_remote_code=True)
 {loaded}inputs = tokenizer.apply_chat_template(
-    [{{"role": "user", "content": "What is 7 times 8?"}}],
+    [{{"role": "user", "content": "A box holds 12 eggs. How many eggs are in 7 boxes?"}}],
     add_generation_prompt=True,
     return_dict=True,
     return_tensors="pt",

@@ -82,7 +82,9 @@ def save_checkpoint(
     with written_whole(output_dir / _NAME) as folder:
         weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
         save_file(weights, folder / "drafter.safetensors")
-        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        tensors, rest = _moments(optimizer)
+        save_file(tensors, folder / "optimizer.safetensors")
+        (folder / "optimizer.json").write_text(json.dumps(rest, indent=2) + "\n", encoding="utf-8")
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
 
 
@@ -120,8 +122,27 @@ def load_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
+    optimizer.load_state_dict(_read_moments(folder))
     return state
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """The tensors of an optimiser by parameter and name, and the settings of its groups: nothing is pickled."""
+    state = optimizer.state_dict()
+    tensors = {
+        f"{parameter}.{name}": value.detach().contiguous()
+        for parameter, values in state["state"].items()
+        for name, value in values.items()
+    }
+    return tensors, state["param_groups"]
+
+
+def _read_moments(folder: Path) -> dict[str, Any]:
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, value in load_file(folder / "optimizer.safetensors").items():
+        parameter, _, name = key.partition(".")
+        state.setdefault(int(parameter), {})[name] = value
+    return {"state": state, "param_groups": json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))}
 
 
 class TrainingLog:

@@ -191,3 +191,28 @@ def test_package_imports_again_and_reloads():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert importlib.import_module("blockpilot_hf") is blockpilot_hf
+
+
+PICKLING = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+
+
+def pickling(source):
+    """Calls and imports that write or read pickles."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            call = f"{node.value.id}.{node.attr}"
+            if call in ("torch.save", "torch.load", "np.save", "np.load", "numpy.save", "numpy.load"):
+                yield call
+    for _, module, _ in imports_of(source):
+        if module and module.split(".")[0] in PICKLING:
+            yield module
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_nothing_is_pickled(path):
+    assert list(pickling(path.read_text(encoding="utf-8"))) == []
+
+
+def test_the_search_for_pickles_finds_them():
+    source = "import torch, pickle\nfrom joblib import dump\ntorch.save(1, 'x')\ny = torch.load\n"
+    assert sorted(pickling(source)) == ["joblib", "pickle", "torch.load", "torch.save"]
