@@ -40,7 +40,7 @@ tokenizer = AutoTokenizer.from_pretrained(target_name)
 drafter = AutoModel.from_pretrained(drafter_name, dtype="float32", trust_remote_code=True)
 policy, paper = (AutoModel.from_pretrained(name, trust_remote_code=True) for name in policy_names)
 inputs = tokenizer.apply_chat_template(
-    [{"role": "user", "content": "What is 7 times 8?"}],
+    [{"role": "user", "content": "A box holds 12 eggs. How many eggs are in 7 boxes?"}],
     add_generation_prompt=True, return_dict=True, return_tensors="pt",
 )
 result = {"classes": [type(model).__module__ for model in (drafter, policy, paper)]}
