@@ -86,7 +86,8 @@ def prompts_of_rows(
     """
     prompts, num_empty = [], 0
     for number, row in enumerate(rows):
-        turns = _turns_of(row[prompt_column], f"row {number} of {source}, column `{prompt_column}`")
+        where = f"row {number} of {source}, column `{prompt_column}`"
+        turns = turns_of(row[prompt_column], where, "Name another column with `--prompt-column`.")
         if not turns:
             num_empty += 1
             continue
@@ -103,14 +104,25 @@ def spread_indices(count: int, limit: int | None) -> list[int]:
     return [i * count // kept for i in range(kept)]
 
 
-def _turns_of(value: Any, where: str) -> tuple[str, ...]:
+def turns_of(value: Any, where: str, todo: str) -> tuple[str, ...]:
+    """
+    The user's messages in a table's value; none if one of them is blank.
+
+    Args:
+        value (`Any`): A message, a list of messages, or a list of chat messages with `role` and `content`.
+        where (`str`): What the value is called in errors.
+        todo (`str`): What an error advises.
+
+    Raises:
+        `ValueError`: for a value that is none of these.
+    """
     messages = [value] if isinstance(value, str) else value or []
     if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
         messages = [message.get("content") for message in messages if message.get("role") == "user"]
     if not isinstance(messages, list) or not all(isinstance(message, str) for message in messages):
         raise ValueError(
             f"{where} is not a prompt: {str(value)[:80]!r}. Expected a string, a list of strings, or a list of chat "
-            "messages. Name another column with `--prompt-column`."
+            f"messages. {todo}"
         )
     return tuple(messages) if all(message.strip() for message in messages) else ()
 

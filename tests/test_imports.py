@@ -58,6 +58,8 @@ ORDER = [
     "throughput_timing",
     "throughput_display",
     "throughput_card",
+    "benchmark_sets",
+    "benchmark_prompts",
     "export",
     "card_parts",
     "card_results",
