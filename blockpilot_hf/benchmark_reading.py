@@ -12,6 +12,7 @@ PARTS = ("prefill", "policy", "draft", "verify", "other")
 # Decoding of methods that do not tell its parts.
 UNSPLIT = "decoding"
 _SECTIONS = {"run_info": dict, "meta_info": dict, "settings": dict, "methods": dict, "results": list}
+_KINDS = ("plain", "peer", "fixed", "ours")
 _OF_METHOD = ("title", "kind", "is_default", "reason")
 _OF_GROUP = ("num_prompts", "is_enough", "methods")
 # Of a method on a group: what has an interval, and what does not.
@@ -63,6 +64,8 @@ def _problems(record: Mapping[str, Any]) -> Any:
             yield f"`{section}` lacks `{name}`"
     for name, method in record["methods"].items():
         yield from _lacking(f"`methods`, {name}", method, _OF_METHOD)
+        if method["kind"] not in _KINDS:
+            yield f"`methods`, {name} is of the kind {method['kind']!r}, which is none of {', '.join(_KINDS)}"
     if PLAIN not in record["methods"]:
         yield f"`methods` lacks `{PLAIN}`, which the others are compared with"
     for i, result in enumerate(record["results"]):
@@ -127,9 +130,9 @@ def methods_of(record: Mapping[str, Any], result: Mapping[str, Any]) -> list[str
 
 def peers_first(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """The same methods, what others wrote first and our default last."""
-    kinds = ("plain", "peer", "fixed", "ours")
+    places = {kind: i for i, kind in enumerate(_KINDS)}
     methods = record["methods"]
-    return sorted(names, key=lambda name: (methods[name]["is_default"], kinds.index(methods[name]["kind"])))
+    return sorted(names, key=lambda name: (methods[name]["is_default"], places[methods[name]["kind"]]))
 
 
 def rows_of(record: Mapping[str, Any], result: Mapping[str, Any], group: str = ALL) -> list[dict[str, Any]]:
