@@ -1,4 +1,4 @@
-"""A benchmark's record in words and tables: for a terminal of 80 columns, in Markdown, and in one table for a README."""
+"""A benchmark's record in words and tables: for a terminal of 80 columns, in Markdown, and as one README table."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ WIDTH = 80
 
 
 def speeds_table(record: Mapping[str, Any], result: Mapping[str, Any]) -> Table:
-    """Whole calls of every method: times plain, what our default gains over it, acceptance length, tokens per second."""
+    """Whole calls of every method: times plain, our default over it, acceptance length, tokens per second."""
     ours = default_method(record)
     header = ["method", "times plain", *([_over(record, ours)] if ours else []), "tau", "tok/s"]
     rows = []
@@ -214,24 +214,30 @@ def markdown_report(record: Mapping[str, Any]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def readme_table(records: Sequence[Mapping[str, Any]]) -> str:
+def compared_table(records: Sequence[Mapping[str, Any]]) -> Table:
     """
-    One Markdown table of several records: a row per method, a column per record and temperature, in the cells times
-    plain with its interval. Our default is bold; `-` stands where a method did not run.
+    Several records in one table: a row per method, a column per record and temperature, in the cells times plain with
+    its interval; `-` stands where a method did not run.
     """
     columns = [
         (f"{label}, {temperature_name(result['temperature'])}", result["groups"][ALL]["methods"])
         for label, record in zip(record_labels(records), records, strict=True)
         for result in main_results(record)
     ]
-    names = {name: method for record in records for name, method in record["methods"].items()}
-    rows = []
-    for name, method in names.items():
-        cells = [_figure(told[name]["speedup"]) if name in told else NONE for _, told in columns]
-        rows.append([f"**{cell}**" if method["is_default"] and cell != NONE else cell for cell in
-                     [method["title"], *cells]])  # fmt: skip
-    escaped = _escaped(Table("", ["times plain", *(name for name, _ in columns)], rows))
-    return markdown_table(escaped.header, escaped.rows)
+    shown = {name: title for record in records for name, title in titles(record).items()}
+    rows = [
+        [title, *(_figure(told[name]["speedup"]) if name in told else NONE for _, told in columns)]
+        for name, title in shown.items()
+    ]
+    return Table("times plain", ["method", *(name for name, _ in columns)], rows)
+
+
+def readme_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """[`compared_table`] in Markdown, the row of our default in bold."""
+    table = _escaped(compared_table(records))
+    ours = {titles(record)[name] for record in records if (name := default_method(record))}
+    rows = [[f"**{cell}**" if row[0] in ours and cell != NONE else cell for cell in row] for row in table.rows]
+    return markdown_table(["times plain", *table.header[1:]], rows)
 
 
 def fitted(table: Table, width: int = WIDTH) -> list[Table]:
@@ -318,6 +324,7 @@ def _escaped(table: Table) -> Table:
 
 __all__ = [
     "WIDTH",
+    "compared_table",
     "decoding_table",
     "described",
     "fitted",

@@ -41,9 +41,7 @@ def latex_table(record: Mapping[str, Any]) -> str:
     small = {
         name for result in results for name, group in _columns(record, result).items() if not group["is_enough"]
     }  # fmt: skip
-    headers = [
-        f"\\multicolumn{{2}}{{c}}{{{escaped(name)}{'$^{*}$' * (name in small)}}}" for name in (*names, _AVERAGE)
-    ]
+    headers = [f"\\multicolumn{{2}}{{c}}{{{escaped(name)}{'$^{*}$' * (name in small)}}}" for name in (*names, _AVERAGE)]
     rules = " ".join(f"\\cmidrule(lr){{{2 * i + 2}-{2 * i + 3}}}" for i in range(len(names) + 1))
     lines = [
         "% Needs \\usepackage{booktabs}.",

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from .benchmark_display import WIDTH, fitted, markdown_report, readme_table, told_benchmark
+from .benchmark_display import compared_table, fitted, markdown_report, readme_table, told_benchmark
 from .benchmark_latex import latex_table
 from .benchmark_plots import check_plots, draw_benchmark
 from .benchmark_reading import read_record, record_labels
-from .cli_console import Screen
+from .cli_console import TABLE_WIDTH, Screen
 from .evaluation_display import Table
 from .units import require_extra
 
@@ -35,7 +35,9 @@ def report_command(
         ),
     ],
     format: Annotated[ReportFormat, typer.Option(help="What tables are written as.")] = ReportFormat.TERMINAL,
-    plots: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for pictures (PNG).", metavar="DIR")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder for pictures (PNG).", metavar="DIR")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="File for the tables.", show_default="standard output")
     ] = None,
@@ -77,9 +79,7 @@ def show_record(screen: Screen, record: Mapping[str, Any]) -> None:
     was_line = False
     for part in told_benchmark(record):
         if isinstance(part, Table):
-            for table in fitted(part, max(screen.width, WIDTH)) if screen.width >= WIDTH else [part]:
-                screen.line()
-                screen.table(table.title, table.header, table.rows)
+            _show_table(screen, part)
         else:
             if not was_line:
                 screen.line()
@@ -87,7 +87,16 @@ def show_record(screen: Screen, record: Mapping[str, Any]) -> None:
         was_line = isinstance(part, str)
 
 
+def _show_table(screen: Screen, whole: Table) -> None:
+    """In parts that fit, unless the screen is so narrow that rows become lines."""
+    for table in fitted(whole, screen.width) if screen.width >= TABLE_WIDTH else [whole]:
+        screen.line()
+        screen.table(table.title, table.header, table.rows)
+
+
 def _show(screen: Screen, records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
+    if len(records) > 1:
+        _show_table(screen, compared_table(records))
     for record, label in zip(records, labels, strict=True):
         if len(records) > 1:
             screen.line()
