@@ -1,4 +1,4 @@
-"""A benchmark's record as a LaTeX table in the layout of papers: a speedup and tau per data set or group, best in bold."""
+"""A benchmark's record in LaTeX, as papers have it: speedup and tau per data set or group, the best in bold."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +20,8 @@ _ESCAPES = {
 _NONE = "--"
 _MEASURES = ("speedup", "acceptance_length")
 _AVERAGE = "Avg."
+_HEADERS = r" & Speedup & $\tau$"
+_STAR = "$^{*}$"
 
 
 def escaped(text: str) -> str:
@@ -41,7 +43,7 @@ def latex_table(record: Mapping[str, Any]) -> str:
     small = {
         name for result in results for name, group in _columns(record, result).items() if not group["is_enough"]
     }  # fmt: skip
-    headers = [f"\\multicolumn{{2}}{{c}}{{{escaped(name)}{'$^{*}$' * (name in small)}}}" for name in (*names, _AVERAGE)]
+    headers = [f"\\multicolumn{{2}}{{c}}{{{escaped(name)}{_STAR * (name in small)}}}" for name in (*names, _AVERAGE)]
     rules = " ".join(f"\\cmidrule(lr){{{2 * i + 2}-{2 * i + 3}}}" for i in range(len(names) + 1))
     lines = [
         "% Needs \\usepackage{booktabs}.",
@@ -54,7 +56,7 @@ def latex_table(record: Mapping[str, Any]) -> str:
         "    \\toprule",
         f"    & {' & '.join(headers)} \\\\",
         f"    {rules}",
-        f"    Method{' & Speedup & $\\tau$' * (len(names) + 1)} \\\\",
+        f"    Method{_HEADERS * (len(names) + 1)} \\\\",
     ]
     for result in results:
         lines += [
@@ -125,9 +127,10 @@ def _caption(record: Mapping[str, Any], has_small: bool) -> str:
     machine = meta["machine"]
     where = ", ".join(str(machine[key]) for key in ("dtype", "device_name") if machine.get(key))
     counts = ", ".join(dict.fromkeys(str(result["num_prompts"]) for result in main_results(record)))
+    target, drafter = (escaped(str(meta[kind].get("name"))) for kind in ("target", "drafter"))
     told = (
-        f"Speed over plain decoding (whole calls) and acceptance length $\\tau$ of {escaped(str(meta['target'].get('name')))}"
-        f" with {escaped(str(meta['drafter'].get('name')))}: {escaped(where)}, {counts} prompts, at most "
+        f"Speed over plain decoding (whole calls) and acceptance length $\\tau$: {target} with {drafter}, "
+        f"{escaped(where)}, {counts} prompts, at most "
         f"{settings.get('max_new_tokens', '?')} new tokens. Means over prompts; {_AVERAGE} is the mean of the columns."
     )
     missing = [escaped(f"{one['title']}: {one['reason']}") for one in record["methods"].values() if one["reason"]]

@@ -43,8 +43,8 @@ def report_command(
     ] = None,
 ) -> None:
     """
-    Show benchmark records as tables and pictures. Several records, say one per dtype, get one table together first. Only
-    the files are read: no model, and nothing is measured.
+    Show benchmark records as tables and pictures. Several records, say one per dtype, get one table together first.
+    Only the files are read: no model is loaded, and nothing is measured.
     """
     if plots is not None:
         require_extra("matplotlib")

@@ -1,4 +1,4 @@
-"""What the pictures of a benchmark share: figures without global state, colours for all eyes, labels that stay apart."""
+"""What the pictures of a benchmark share: figures without global state, colours for all eyes, labels apart."""
 
 import os
 from collections.abc import Sequence
