@@ -14,7 +14,7 @@ _ESCAPES = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
-    '"': r"\textquotedbl{}",
+    "`": r"\textasciigrave{}",
     **{character: f"\\{character}" for character in "&%$#_{}"},
 }
 _NONE = "--"
@@ -90,9 +90,9 @@ def _rows(record: Mapping[str, Any], result: Mapping[str, Any], names: list[str]
     rows = []
     for method in methods:
         cells = []
-        for i, (shown, most) in enumerate(zip(values[method], best, strict=True)):
+        for shown, most in zip(values[method], best, strict=True):
             text = f"\\textbf{{{shown}}}" if shown == most and shown != _NONE else shown
-            cells.append(f"{text}$\\times$" if i % 2 == 0 and shown != _NONE else text)
+            cells.append(text)
         rows.append(f"{escaped(titles(record)[method])} & {' & '.join(cells)}")
     return rows
 

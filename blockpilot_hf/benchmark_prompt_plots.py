@@ -95,6 +95,8 @@ def _draw(
     figure = new_figure(5.0 * len(results) + 0.2, 4.3)
     panels = figure.subplots(1, len(results), sharey=True, sharex=True, squeeze=False)[0]
     ends: list[dict[str, tuple[float, float]]] = []
+    points: list[np.ndarray] = []
+    ours = default_method(record)
     for axes, result in zip(panels, results, strict=True):
         prompts = calls_by_prompt(record, result)
         axes.axhline(1.0, color="black", linewidth=1.0)
@@ -107,11 +109,12 @@ def _draw(
                 continue
             x = np.array([x_of(rows) for rows in having], dtype=float)
             y = np.array([_rate(rows, name, speed) / _rate(rows, PLAIN, speed) for rows in having])
-            is_ours = colour == RED
-            axes.scatter(x, y, s=9, color=colour, alpha=0.28 if is_ours else 0.16, linewidths=0, label=f"_{name}")
+            points.append(np.stack([x, y], axis=-1))
+            if name == ours:  # dots of all would hide the lines
+                axes.scatter(x, y, s=11, color=colour, alpha=0.35, linewidths=0, label=f"_{name}")
             at, means = binned(x, y)
             axes.plot(
-                at, means, color=colour, linewidth=2.8 if is_ours else 1.7, marker="o", markersize=3.5, label=name
+                at, means, color=colour, linewidth=2.8 if name == ours else 1.7, marker="o", markersize=3.5, label=name
             )
             ended[name] = (float(at[-1]), float(means[-1]))
         if bound_of is not None:
@@ -122,15 +125,17 @@ def _draw(
         axes.set_title(f"{temperature_name(result['temperature'])}, {result['num_prompts']} prompts", fontsize=10)
         bare(axes, grid="y")
         ends.append(ended)
-    _limit(panels, is_log)
+    _limit(panels[0], np.concatenate(points), is_log)
     low, high = panels[0].get_ylim()
     for axes, ended, result in zip(panels, ends, results, strict=True):
-        _label(axes, ended, {name: titles(record)[name] for name in ended}, colours, 0.052 * (high - low))
+        ended = {PLAIN: (axes.get_xlim()[1], 1.0), **ended}
+        names = {name: titles(record)[name] for name in ended}
+        _label(axes, ended, names, {PLAIN: "black", **colours}, 0.056 * (high - low))
         if bound_of is not None and result["groups"][ALL]["methods"][bound_of]["bound"]:
             _label_bound(axes, f"bound of {titles(record)[bound_of]}")
-        axes.annotate("plain", (0.004, 1.0), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
     panels[0].set_ylabel(y_label)
-    figure.supxlabel(x_label, fontsize=10)
+    dots = f"; dots: prompts, {titles(record)[ours]}" if ours in colours else ""
+    figure.supxlabel(f"{x_label}\nlines: means of prompts that are neighbours{dots}", fontsize=9.5)
     save_figure(figure, path)
 
 
@@ -153,23 +158,22 @@ def _mean_of(rows: Sequence[Mapping[str, Any]], name: str, key: str) -> float:
     return sum(known) / len(known) if known else float("nan")
 
 
-def _limit(panels: Any, is_log: bool) -> None:
-    """All dots but a few far ones are in sight."""
-    points = np.concatenate([dots.get_offsets() for axes in panels for dots in axes.collections])
+def _limit(axes: Any, points: np.ndarray, is_log: bool) -> None:
+    """All prompts but a few far ones are in sight; `points` is `(num_points, 2)`."""
     points = points[np.isfinite(points).all(1)]
     low, high = np.percentile(points[:, 1], [0.5, 99.7])
-    panels[0].set_ylim(min(low, 1.0) - 0.05 * (high - low), high + 0.05 * (high - low))
+    axes.set_ylim(min(low, 1.0) - 0.05 * (high - low), high + 0.05 * (high - low))
     left, right = points[:, 0].min(), points[:, 0].max()
     if is_log:
         from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-        panels[0].set_xlim(left / 1.15, right * 1.15)
+        axes.set_xlim(left / 1.15, right * 1.15)
         steps = [factor * 10**power for power in range(7) for factor in (1, 3)]
-        panels[0].xaxis.set_major_locator(FixedLocator(steps))
-        panels[0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        panels[0].xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_locator(FixedLocator(steps))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.xaxis.set_minor_locator(NullLocator())
     else:
-        panels[0].set_xlim(left - 0.03 * (right - left), right + 0.03 * (right - left))
+        axes.set_xlim(left - 0.03 * (right - left), right + 0.03 * (right - left))
 
 
 def _label(
@@ -193,19 +197,19 @@ def _label(
 
 
 def _label_bound(axes: Any, text: str) -> None:
-    """Above the dashed line, along it, in its upper half."""
+    """Beside the upper end of the dashed line."""
     line = next(line for line in axes.get_lines() if line.get_label() == "_bound")
-    (left, right), (_, high) = axes.get_xlim(), axes.get_ylim()
-    slope = line.get_slope()
-    x = min(left + 0.62 * (right - left), 0.82 * high / slope)
+    right, high = axes.get_xlim()[1], axes.get_ylim()[1]
+    x = min(right, high / line.get_slope())
     axes.annotate(
         text,
-        (x, slope * x),
-        xytext=(-6, 5),
+        (x, line.get_slope() * x),
+        xytext=(-9, -2),
         textcoords="offset points",
         fontsize=8.5,
         ha="right",
-        va="bottom",
+        va="top",
+        bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1.0},
     )
 
 
