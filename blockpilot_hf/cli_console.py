@@ -28,7 +28,7 @@ from rich.text import Text
 from .display import Piece, bracketed, without_controls
 
 # Narrower than this, a table's rows are told in lines.
-_TABLE_WIDTH = 72
+TABLE_WIDTH = 72
 # In a pipe, which has no bar.
 _LINE_EVERY_S = 60.0
 
@@ -121,7 +121,7 @@ class Screen:
         if self._is_quiet:
             return
         self.line(title)
-        if self.width < _TABLE_WIDTH:
+        if self.width < TABLE_WIDTH:
             for row in rows:
                 cells = (f"{name} {cell}" for name, cell in zip(header[1:], row[1:], strict=True))
                 self.line(f"{row[0]}: {', '.join(cells)}")
