@@ -10,6 +10,8 @@ import pytest
 from blockpilot_hf import cli_benchmark
 from blockpilot_hf.benchmark_reading import read_record
 
+pytest_plugins = ["cli_models"]
+
 QUICK = ("--max-new-tokens", "12", "--bootstrap", "50", "--no-plots")
 
 
@@ -33,7 +35,9 @@ def made(folders, tmp_path_factory):
     """A whole run in a process of its own, at two temperatures."""
     root = tmp_path_factory.mktemp("benchmark")
     prompts = root / "prompts.jsonl"
-    lines = [{"id": f"p{i}", "prompt": f"text {i}", "category": kind} for i, kind in enumerate(("math", "coding", "qa"))]
+    lines = [
+        {"id": f"p{i}", "prompt": f"text {i}", "category": kind} for i, kind in enumerate(("math", "coding", "qa"))
+    ]
     lines.append({"id": "two", "turns": ["first", "second"], "category": "math"})
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = [*pair(folders), "--target", str(folders / "target"), "--dtype", "float32", "--prompts", str(prompts)]
@@ -86,7 +90,7 @@ def test_record_has_every_prompt_turn_and_method(alone):
 
 
 def test_a_finished_run_is_only_shown_again(made, alone):
-    root, arguments = made
+    _, arguments = made
     before = record_of(alone[1])
     assert "in flight" in start(arguments, alone[1])
     after = record_of(alone[1])
@@ -106,7 +110,16 @@ def test_two_processes_measure_what_one_does_but_for_times(made, alone):
 
 
 def test_a_run_that_is_stopped_keeps_what_it_has_and_goes_on(run, folders, prompts, tmp_path, monkeypatch):
-    arguments = [*pair(folders), "--prompts", prompts, "--output", tmp_path / "out", "--methods", "size 8,flight", *QUICK]
+    arguments = [
+        *pair(folders),
+        "--prompts",
+        prompts,
+        "--output",
+        tmp_path / "out",
+        "--methods",
+        "size 8,flight",
+        *QUICK,
+    ]
     done, run_rounds = [], cli_benchmark.run_rounds
 
     def stopped(target, tokenizer, methods, rounds, *more, **kwargs):
@@ -171,14 +184,27 @@ def test_presets_say_how_much_and_what_is_given_goes_first(run, folders, tmp_pat
         raise ValueError("enough")
 
     monkeypatch.setattr(cli_benchmark, "load_prompt_set", load)
-    for arguments, limit in ((["--preset", "quick"], 12), (["--preset", "full"], 36), (["--preset", "quick", "--limit", "2"], 2)):
+    for arguments, limit in (
+        (["--preset", "quick"], 12),
+        (["--preset", "full"], 36),
+        (["--preset", "quick", "--limit", "2"], 2),
+    ):
         assert run("benchmark", *pair(folders), *arguments)[0] == 2
         assert seen == {"name": "embedded", "limit": limit}
 
 
 def test_plots_are_drawn_beside_the_record(run, folders, prompts, tmp_path):
     pytest.importorskip("matplotlib")
-    status, out, _ = run(
-        "benchmark", *pair(folders), "--prompts", prompts, "--output", tmp_path, "--max-new-tokens", "8", "--bootstrap", "20"
+    status, _, _ = run(
+        "benchmark",
+        *pair(folders),
+        "--prompts",
+        prompts,
+        "--output",
+        tmp_path,
+        "--max-new-tokens",
+        "8",
+        "--bootstrap",
+        "20",
     )
     assert status == 0 and len(list(tmp_path.glob("*.png"))) == 4
