@@ -124,7 +124,8 @@ def _headline(record: dict[str, Any], policy: str, throughput: Mapping[str, dict
         for result in one["results"] if one["timed"] is None else [one["timed"]]:
             rule = result["groups"]["all"]["rules"].get(f"flight {policy}")
             if rule is not None:
-                how = f"timed in {result['dtype']}" if one["timed"] else f"simulated, costs: {result['source']}"
+                how = f"timed in {result['dtype']}" if one["timed"] else "simulated"
+                how += f", costs: {result['source']}"
                 told.append(f"{figure(rule['speedup'])}: {how}; {result['num_prompts']} prompts")
     if not told and record["costs"] is not None:
         for result in record["results"]:

@@ -163,3 +163,9 @@ def test_figures_of_the_readme_are_those_of_the_record():
     assert f"{told[0]} times plain by default, {told[1]} at the best constant size and {told[2]} at size 8" in readme
     assert f"({timed['num_prompts']} of the prompts" in readme
     assert timed["rules"][default]["num_identical"] == timed["num_prompts"]
+    emulated = read(folder / "throughput-timed-bfloat16.json")["timed"]
+    rules, costs = emulated["groups"]["all"]["rules"], emulated["costs"]["verify_s"]
+    assert f"a pass of 8 costs {costs['8'][0] / costs['1'][0]:.1f} plain ones" in readme
+    assert f"{figure(rules[default]['speedup'])} by default, all texts identical" in readme
+    assert f"size 8 comes to {figure(rules['training_size']['speedup'])}" in readme
+    assert rules[default]["num_identical"] == emulated["groups"]["all"]["num_prompts"] == timed["num_prompts"]
