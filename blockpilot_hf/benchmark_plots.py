@@ -91,12 +91,12 @@ def draw_speeds(record: Mapping[str, Any], path: Path) -> None:
                 right = entry["estimate"]
                 if entry["low"] is not None and entry["high"] is not None:
                     ends = [[entry["estimate"] - entry["low"]], [entry["high"] - entry["estimate"]]]
-                    axes.errorbar([entry["estimate"]], [place], xerr=ends, color=colour, linewidth=1.6, capsize=2.5)
+                    axes.errorbar([entry["estimate"]], [place], xerr=ends, color=colour, linewidth=1.6)
                     right = entry["high"]
                 # Of too few prompts no claim is made: hollow.
                 face = colour if judged["is_enough"] else "white"
                 axes.plot(
-                    entry["estimate"], place, marker, color=colour, markersize=4, markerfacecolor=face, label=name
+                    entry["estimate"], place, marker, color=colour, markersize=4.5, markerfacecolor=face, label=name
                 )
                 if record["methods"][name]["is_default"]:
                     axes.annotate(
