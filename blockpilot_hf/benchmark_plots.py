@@ -16,9 +16,10 @@ from .benchmark_reading import (
     seconds_per_token,
     titles,
 )
-from .evaluation_display import temperature_name
-from .evaluation_rules import ENOUGH_PROMPTS
+from .evaluation_display import number, temperature_name
+from .evaluation_rules import ALL, ENOUGH_PROMPTS
 from .plot_style import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, bare, new_figure, save_figure
+from .units import require_extra
 
 SPEED_PLOT = "speed_by_group.png"
 TIME_PLOT = "time_per_token.png"
@@ -73,6 +74,9 @@ def draw_speeds(record: Mapping[str, Any], path: Path) -> None:
     groups = list(dict.fromkeys(group for result in results for group in result["groups"]))
     ran = {name for result in results for name in methods_of(record, result)}
     names = [name for name in peers_first(record, list(record["methods"])) if name in ran and name != PLAIN]
+    require_extra("matplotlib")
+    from matplotlib.ticker import MultipleLocator
+
     figure = new_figure(1.5 * len(groups) + 1.7, (0.2 * len(names) + 0.75) * len(results) + 0.3)
     panels = figure.subplots(len(results), len(groups), squeeze=False, sharey=True, sharex=True)
     for result, of_result in zip(results, panels, strict=True):
@@ -84,19 +88,35 @@ def draw_speeds(record: Mapping[str, Any], path: Path) -> None:
                 if entry is None or entry["estimate"] is None:
                     continue
                 colour, marker, _ = _style(record, name)
+                right = entry["estimate"]
                 if entry["low"] is not None and entry["high"] is not None:
-                    axes.hlines(place, entry["low"], entry["high"], color=colour, linewidth=2.0, alpha=0.75)
+                    ends = [[entry["estimate"] - entry["low"]], [entry["high"] - entry["estimate"]]]
+                    axes.errorbar([entry["estimate"]], [place], xerr=ends, color=colour, linewidth=1.6)
+                    right = entry["high"]
                 # Of too few prompts no claim is made: hollow.
                 face = colour if judged["is_enough"] else "white"
                 axes.plot(
-                    entry["estimate"], place, marker, color=colour, markersize=5, markerfacecolor=face, label=name
+                    entry["estimate"], place, marker, color=colour, markersize=4.5, markerfacecolor=face, label=name
                 )
+                if record["methods"][name]["is_default"]:
+                    axes.annotate(
+                        number(entry["estimate"], 2),
+                        (right, place),
+                        xytext=(5, 0),
+                        textcoords="offset points",
+                        va="center",
+                        fontsize=8.5,
+                        fontweight="bold",
+                        color=colour,
+                    )
             star = "" if judged["is_enough"] else " *"
             axes.set_title(f"{group} ({judged['num_prompts']}){star}", fontsize=9.5)
             axes.tick_params(axis="y", length=0)
             axes.tick_params(axis="x", labelsize=8.5)
             bare(axes, grid="x")
             axes.spines["left"].set_visible(False)
+            if group == ALL:
+                axes.set_facecolor("#F4F4F4")
         first = of_result[0]
         first.set_yticks(range(len(names)), [titles(record)[name] for name in names], fontsize=8.5)
         for label, name in zip(first.get_yticklabels(), names, strict=True):
@@ -104,6 +124,9 @@ def draw_speeds(record: Mapping[str, Any], path: Path) -> None:
             label.set_fontweight("bold" if record["methods"][name]["is_default"] else "normal")
         first.set_ylabel(temperature_name(result["temperature"]), fontsize=10, fontweight="bold")
     panels[0][0].invert_yaxis()
+    left, right = panels[0][0].get_xlim()
+    panels[0][0].set_xlim(left, right + 0.2 * (right - left))  # for the figures of the default
+    panels[0][0].xaxis.set_major_locator(MultipleLocator(0.5 if right < 3 else 1.0))
     is_small = any(not group["is_enough"] for result in results for group in result["groups"].values())
     small = f"; * hollow: fewer than {ENOUGH_PROMPTS} prompts" if is_small else ""
     figure.supxlabel(f"times plain generate, whole calls: mean over prompts, 95 % interval{small}", fontsize=9.5)

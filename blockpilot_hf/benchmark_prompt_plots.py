@@ -162,7 +162,7 @@ def _limit(axes: Any, points: np.ndarray, is_log: bool) -> None:
     """All prompts but a few far ones are in sight; `points` is `(num_points, 2)`."""
     points = points[np.isfinite(points).all(1)]
     low, high = np.percentile(points[:, 1], [0.5, 99.7])
-    axes.set_ylim(min(low, 1.0) - 0.05 * (high - low), high + 0.05 * (high - low))
+    axes.set_ylim(min(low, 1.0) - 0.05 * (high - low), high + 0.1 * (high - low))
     left, right = points[:, 0].min(), points[:, 0].max()
     if is_log:
         from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -181,19 +181,25 @@ def _label(
 ) -> None:
     """Names on the right, tied to the ends of their lines."""
     places = apart([y for _, y in ends.values()], gap)
+    right = axes.get_xlim()[1]
     for (name, (x, y)), place in zip(ends.items(), places, strict=True):
+        # Level as far as the edge, so that no tie crosses a line.
+        axes.plot([x, right], [y, y], color=colours[name], linewidth=0.7, alpha=0.6, label="_tie", zorder=1)
         axes.annotate(
             names[name],
-            (x, y),
-            xytext=(1.03, place),
+            (right, y),
+            xytext=(1.05, place),
             textcoords=("axes fraction", "data"),
             color=colours[name],
             fontsize=8.5,
             fontweight="bold" if colours[name] == RED else "normal",
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colours[name], "linewidth": 0.7, "alpha": 0.6, "shrinkB": 3},
-        )
+            arrowprops={
+                "arrowstyle": "-", "color": colours[name], "linewidth": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0,
+                "relpos": (0.0, 0.5),
+            },
+        )  # fmt: skip
 
 
 def _label_bound(axes: Any, text: str) -> None:
@@ -209,7 +215,6 @@ def _label_bound(axes: Any, text: str) -> None:
         fontsize=8.5,
         ha="right",
         va="top",
-        bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1.0},
     )
 
 
