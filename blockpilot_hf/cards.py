@@ -1,7 +1,7 @@
 """Cards of the recipe, the embedded drafter and its policies, rendered from the records that lie beside the weights.
 
-Figures in a card come from `validation.json`, `evaluation.json`, `training.json` and `throughput*.json`, never from a
-keyboard.
+Figures in a card come from `validation.json`, `evaluation.json`, `training.json`, `throughput*.json` and
+`benchmark*.json`, never from a keyboard.
 """
 
 import json
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .benchmark_card import BENCHMARKS
 from .drafter_card import drafter_card
 from .embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDED_POLICY_NAME
 from .export import RECIPE_NAME
@@ -35,7 +36,8 @@ def card_of_policy(folder: Path) -> str:
     training = folder / "training.json"
     known = _read(training) if training.is_file() else None
     throughput = {path.name: _read(path) for path in sorted(folder.glob(RECORDS))}
-    return policy_card(_read(folder / "evaluation.json"), folder.name, known, throughput)
+    benchmarks = [_read(path) for path in sorted(folder.glob(BENCHMARKS))]
+    return policy_card(_read(folder / "evaluation.json"), folder.name, known, throughput, benchmarks)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def peer_generate(
 
     stop = target.generation_config.eos_token_id
     stops = None if stop is None else [stop] if isinstance(stop, int) else list(stop)
-    with torch.inference_mode():
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it names the cache as older versions of transformers do
         return dflash_generate(drafter, target, input_ids, max_new_tokens, stops, temperature)
 
 

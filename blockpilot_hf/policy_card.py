@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .benchmark_card import benchmark_section
 from .card_parts import FIT, model_card, notes, sources, usage_snippet
 from .card_results import policy_results
 from .costs import CostTable
@@ -30,6 +31,7 @@ def policy_card(
     name: str = EMBEDDED_POLICY_NAME,
     training: dict[str, Any] | None = None,
     throughput: Mapping[str, dict[str, Any]] | None = None,
+    benchmarks: Sequence[dict[str, Any]] = (),
 ) -> str:
     """
     A policy's `README.md`.
@@ -39,6 +41,7 @@ def policy_card(
         name (`str`): The policy's, in the record too, unless it is the only one there.
         training (`dict`, *optional*): Of `blockpilot train-policy`, as in `training.json`.
         throughput (`Mapping[str, dict]`, *optional*): Of `blockpilot evaluate --objective throughput`, by file name.
+        benchmarks (`Sequence[dict]`, *optional*): Of `blockpilot benchmark`.
 
     Raises:
         `ValueError`: if the record has several policies and none of that name.
@@ -88,7 +91,7 @@ was chosen on the training prompts; the best per text cannot be had without deco
 
 Command: `{record["run_info"]["command"]}`. Weights (fingerprints): policy `{known[policy]["fingerprint"]}`, drafter
 `{sweep["drafter_fingerprint"]}`, target `{sweep["target_fingerprint"]}`. By prompt: `evaluation.json`.
-{_flight(list(throughput.values()))}{_costs(record["costs"])}{_training(training)}
+{_section(benchmark_section(benchmarks))}{_section(throughput_section(list(throughput.values())))}{_costs(record["costs"])}{_training(training)}
 ## Limits
 
 {FIT}
@@ -190,8 +193,7 @@ def _checked(record: dict[str, Any]) -> str:
     return told + (f" Without a list: {', '.join(unknown)}." if unknown else "")
 
 
-def _flight(records: Sequence[dict[str, Any]]) -> str:
-    section = throughput_section(records)
+def _section(section: str) -> str:
     return f"\n{section}" if section else ""
 
 

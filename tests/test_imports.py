@@ -71,6 +71,7 @@ ORDER = [
     "benchmark_prompt_plots",
     "benchmark_plots",
     "export",
+    "benchmark_card",
     "card_parts",
     "card_results",
     "recipe_card",
