@@ -98,7 +98,7 @@ class _Place:
 
     def override(self) -> str:
         """How to name another place for the same set."""
-        return f"{self.name}={HUB_FORM}" if self.name in HUB_SETS else HUB_FORM
+        return f"{self.name}={HUB_FORM}" if self.known.about else HUB_FORM
 
 
 def _known_place(name: str) -> _Place | None:
@@ -132,7 +132,7 @@ def _hub_place(name: str) -> _Place | None:
 
 def _unknown(name: str, path: Path) -> str:
     others = f"Name a .jsonl or text file, a dataset on the Hub as {HUB_FORM}, or one of {', '.join(PROMPT_SETS)}."
-    if path.is_dir():
+    if name and path.is_dir():
         return f"{name} is a folder, not a file of prompts. {others}"
     if path.suffix in _FILE_ENDINGS:
         return f"The file {name} does not exist. {others}"
