@@ -99,7 +99,8 @@ def _rows(record: Mapping[str, Any], result: Mapping[str, Any], names: list[str]
 
 def _values(columns: Mapping[str, Mapping[str, Any]], method: str, names: list[str]) -> list[str]:
     """Rounded, speedup and tau in turns; an average only where every column has its figure."""
-    shown, found = [], {measure: [] for measure in _MEASURES}  # type: dict[str, list[float | None]]
+    shown: list[str] = []
+    found: dict[str, list[float | None]] = {measure: [] for measure in _MEASURES}
     for name in names:
         told = columns[name]["methods"].get(method, {}) if name in columns else {}
         for measure in _MEASURES:
