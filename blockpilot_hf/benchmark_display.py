@@ -207,9 +207,9 @@ def markdown_report(record: Mapping[str, Any]) -> str:
         if isinstance(part, Table):
             blocks.append(_escaped(part).markdown)
         elif was_line:
-            blocks[-1] += f"\n- {_cell(part)}"
+            blocks[-1] += f"\n{_item(part)}"
         else:
-            blocks.append(f"- {_cell(part)}")
+            blocks.append(_item(part))
         was_line = isinstance(part, str)
     return "\n\n".join(blocks) + "\n"
 
@@ -312,6 +312,12 @@ def _milliseconds(seconds: float | None) -> str:
 def _cell(text: str) -> str:
     """On one line, and no bar ends the cell."""
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def _item(line: str) -> str:
+    """Of a list; its star is no list of its own."""
+    star = "\\*" if line.startswith("*") else ""
+    return f"- {star}{' ' * bool(star)}{_cell(line.removeprefix('*'))}"
 
 
 def _escaped(table: Table) -> Table:

@@ -210,7 +210,7 @@ def _label_bound(axes: Any, text: str) -> None:
     axes.annotate(
         text,
         (x, line.get_slope() * x),
-        xytext=(-9, -2),
+        xytext=(-14, -2),
         textcoords="offset points",
         fontsize=8.5,
         ha="right",

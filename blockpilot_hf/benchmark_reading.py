@@ -1,7 +1,7 @@
 """A benchmark's record read from a file and checked, and what tables and pictures need to know of it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _problems(record: Mapping[str, Any]) -> Any:
+def _problems(record: Mapping[str, Any]) -> Iterator[str]:
     """What is missing or of another kind, in words, as far as tables and pictures would meet it."""
     for section, name in (("meta_info", "machine"), ("meta_info", "target"), ("meta_info", "drafter")):
         if not isinstance(record[section].get(name), dict):
@@ -92,7 +92,7 @@ def _problems(record: Mapping[str, Any]) -> Any:
             yield from _lacking(f"`per_prompt`, entry {i}, {name}", call, _OF_CALL)
 
 
-def _lacking(where: str, entry: Any, keys: Sequence[str]) -> Any:
+def _lacking(where: str, entry: Any, keys: Sequence[str]) -> Iterator[str]:
     if not isinstance(entry, dict):
         yield f"{where} is no object"
     elif missing := [key for key in keys if key not in entry]:
