@@ -139,7 +139,9 @@ def load_from_environment(environment: Mapping[str, str]) -> Loaded:
 
 def _warm_up(loaded: Loaded) -> None:
     """A short answer of each kind: first passes are slow, and comparisons should not count that."""
-    ids = torch.tensor([[loaded.target.config.get_text_config(decoder=True).bos_token_id or 0]], device=loaded.target.device)
+    ids = torch.tensor(
+        [[loaded.target.config.get_text_config(decoder=True).bos_token_id or 0]], device=loaded.target.device
+    )
     settings = {"max_new_tokens": 4, "do_sample": False}
     type(loaded.target).generate(loaded.target, ids, **settings)
     loaded.pilot.generate(loaded.target, ids, block_size=loaded.pilot.drafter.config.block_size, **settings)

@@ -1,188 +1,32 @@
-"""What the Space does, without its page: requests and their limits, models loaded once, answers that grow.
+"""What the Space does, without its page: answers made one at a time, by models that are loaded once.
 
-A [`Session`] answers one request at a time. [`Session.run`] is a generator: decoding runs in a thread of its own, and
-whoever iterates sees an [`Answer`] that has grown; whoever stops iterating ends the decoding within a step. This module
-knows nothing of Gradio and HTML.
+[`Session.run`] is a generator: decoding runs in a thread of its own, and whoever iterates sees an [`Answer`] that has
+grown; whoever gives up iterating ends the decoding within a step. This module knows nothing of Gradio and HTML.
 """
 
-import math
-import multiprocessing
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from models import Loaded, Models
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from blockpilot_hf.display import PieceStream, are_accepted
+from answer import Answer, Token
+from blockpilot_hf.display import Piece, PieceStream, are_accepted
 from blockpilot_hf.prompts import encode_prompt
-from blockpilot_hf.trace import DecodeTrace, StepRecord
+from blockpilot_hf.trace import StepRecord
+from models import Loaded, Models
+from request import BY_SECONDS, FIXED, IN_FLIGHT, PAPER, RULES, Limits, Request
 
-IN_FLIGHT, BY_SECONDS, PAPER, FIXED = RULES = ("in flight", "by seconds", "paper", "fixed size")
-MAX_BLOCK_SIZE = 16
-MAX_TEMPERATURE = 5.0
-MAX_SEED = 2**32 - 1
 _TOP_TOKENS = 5
-# No tokenizer in use makes so few tokens of so many characters: longer prompts are not even encoded.
-_CHARACTERS_PER_TOKEN = 64
 # Steps of a fast model come quicker than pages can be drawn.
 _SECONDS_BETWEEN_VIEWS = 0.05
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for."""
-
-    max_new_tokens: int = 256
-    max_prompt_tokens: int = 512
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> "Limits":
-        """`MAX_NEW_TOKENS` and `MAX_PROMPT_TOKENS`, whole numbers from 1."""
-        given = {}
-        for name in ("max_new_tokens", "max_prompt_tokens"):
-            text = environment.get(name.upper(), "").strip()
-            if text:
-                if not text.isdecimal() or int(text) < 1:
-                    raise ValueError(f"`{name.upper()}` must be a whole number from 1, got {text!r}.")
-                given[name] = int(text)
-        return cls(**given)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt and its settings. `block_size` counts for the rule `"fixed size"` only."""
-
-    prompt: str
-    max_new_tokens: int = 96
-    temperature: float = 0.0
-    seed: int = 0
-    rule: str = IN_FLIGHT
-    block_size: int = 8
-    compare: bool = False
-
-    def checked(self, limits: Limits) -> "Request":
-        """
-        The same with whole numbers as such: from JSON and from sliders they may come as floats.
-
-        Raises:
-            `ValueError`: for the first value that is not allowed, with what is.
-        """
-        if not isinstance(self.prompt, str) or not self.prompt.strip():
-            raise ValueError("The prompt is empty. Type a question or a task.")
-        try:
-            self.prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"The prompt holds half a character (position {error.start}). Remove it.") from error
-        most = limits.max_prompt_tokens * _CHARACTERS_PER_TOKEN
-        if len(self.prompt) > most:
-            raise ValueError(
-                f"The prompt has {len(self.prompt):,} characters, and {limits.max_prompt_tokens:,} tokens are allowed. "
-                "Shorten it."
-            )
-        if self.rule not in RULES:
-            raise ValueError(f"`rule` must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}.")
-        if not isinstance(self.compare, bool):
-            raise ValueError(f"`compare` must be true or false, got {self.compare!r}.")
-        temperature = self.temperature
-        is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-        if not is_number or not 0.0 <= temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"`temperature` must be a number from 0 (greedy) to {MAX_TEMPERATURE:g}, got {temperature!r}."
-            )
-        return replace(
-            self,
-            temperature=float(temperature),
-            max_new_tokens=_whole("max_new_tokens", self.max_new_tokens, 1, limits.max_new_tokens),
-            seed=_whole("seed", self.seed, 0, MAX_SEED),
-            block_size=_whole("block_size", self.block_size, 1, MAX_BLOCK_SIZE),
-        )
-
-
-def _whole(name: str, value: Any, least: int, most: int) -> int:
-    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_whole or value != int(value) or not least <= value <= most:
-        raise ValueError(f"`{name}` must be a whole number from {least:,} to {most:,}, got {value!r}.")
-    return int(value)
-
-
-@dataclass(frozen=True)
-class Token:
-    """
-    Text that one token made whole. Where a character takes several tokens, it is all of theirs.
-
-    Args:
-        text (`str`): Whole characters.
-        is_accepted (`bool`): Drafted and accepted; else the target's own pick is in it.
-        step (`int`): Verification step from 1; 0 is the prefill.
-    """
-
-    text: str
-    is_accepted: bool
-    step: int
-
-
-@dataclass
-class Answer:
-    """
-    What is known of an answer so far.
-
-    Args:
-        state (`str`):
-            `"loading"`, `"prefill"`, `"decoding"`, `"comparing"`, then `"done"`, `"stopped"` or `"failed"`.
-        message (`str`): Of a failure.
-        prefill (`dict`, *optional*): `top_tokens` (text and probability) and `entropy` in nats, as the policy sees them.
-        trace (`DecodeTrace`, *optional*): Since the block size is chosen; grows.
-        tokens (`list[Token]`): Their texts are `text`.
-        discarded (`list[str]`): By step, the drafted text that was not kept.
-        total_s (`float`, *optional*): Seconds of the whole call, once it is over.
-        finish (`str`): `"end"`: the target ended it. `"length"`: all tokens asked for. `"stopped"`: by the visitor.
-        plain (`dict`, *optional*): Plain decoding of the same prompt and seed, and how the two compare.
-    """
-
-    request: Request
-    state: str = "loading"
-    message: str = ""
-    num_prompt_tokens: int = 0
-    prefill: dict[str, Any] | None = None
-    trace: DecodeTrace | None = None
-    token_ids: list[int] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
-    discarded: list[str] = field(default_factory=list)
-    total_s: float | None = None
-    finish: str = ""
-    plain: dict[str, Any] | None = None
-    num_plain_tokens: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def text(self) -> str:
-        """All of it so far; held back is what ends inside a character."""
-        return "".join(token.text for token in self.tokens)
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in ("done", "stopped", "failed")
-
-    def record(self) -> dict[str, Any]:
-        """The trace as JSON-ready values, and with it the request, the prefill, the comparison and the models."""
-        return {
-            **(DecodeTrace() if self.trace is None else self.trace).to_dict(),
-            "state": self.state,
-            "finish": self.finish,
-            "total_s": self.total_s,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "token_ids": list(self.token_ids),
-            "prefill": self.prefill,
-            "plain": self.plain,
-            "request": asdict(self.request),
-            "models": dict(self.facts),
-        }
+_SECONDS_BETWEEN_LOOKS = 0.25
 
 
 class Session:
@@ -198,10 +42,7 @@ class Session:
         self.models = models
         self.limits = limits or Limits()
         self._turn = threading.Lock()  # held by the thread that decodes
-        # Of the process kind: a GPU may be lent to a forked process, which has to see it too.
-        self._stop = multiprocessing.Event()
-        self._visitor: str | None = None
-        self._last: dict[str, Answer] = {}
+        self._flight: _Flight | None = None
 
     def info(self) -> dict[str, Any]:
         """State, models and limits; looks only, so it answers while others decode."""
@@ -240,53 +81,45 @@ class Session:
         answer.facts, answer.num_prompt_tokens, answer.state = dict(loaded.facts), input_ids.shape[1], "prefill"
         yield answer
 
-        events: queue.SimpleQueue = queue.SimpleQueue()
-        self._turn.acquire()  # an abandoned answer ends within a step
-        self._stop.clear()
-        self._visitor = visitor
-        self._last[visitor] = answer
-        work = _Work(loaded, answer.request, input_ids, settings, self._stop, events)
-        pieces = PieceStream(loaded.tokenizer)
+        self._turn.acquire()  # one that was abandoned ends within a step
+        flight = self._flight = _Flight(answer, visitor, loaded, input_ids, settings)
 
         def decode() -> None:
             try:
-                work.run()
-            except BaseException as error:
-                events.put(("failed", error))
+                flight.decode()
             finally:
-                self._visitor = None
                 self._turn.release()
-                events.put(("over",))
 
         threading.Thread(target=decode, name="decode", daemon=True).start()
         try:
-            is_over = False
-            while not is_over:
-                waiting = [events.get()]
-                while not events.empty():
-                    waiting.append(events.get())
-                for name, *values in waiting:
-                    is_over = is_over or name == "over"
-                    if name != "over":
-                        _grow(answer, pieces, loaded, name, *values)
-                if is_over and not answer.is_over:
-                    answer.state = "stopped" if "stopped" in (answer.finish, (answer.plain or {}).get("state")) else "done"
+            while not answer.is_over:
+                flight.take(wait_s=_SECONDS_BETWEEN_LOOKS)
+                if answer.is_over:
+                    self._flight = None  # seen to its end: nothing is left to stop
                 yield answer
-                if not is_over:
+                if not answer.is_over:
                     time.sleep(_SECONDS_BETWEEN_VIEWS)
         finally:
-            # Also where the iterating was given up: a closed tab, a cancelled call.
-            if self._last.get(visitor) is answer:
-                del self._last[visitor]
-            if not is_over:
-                self._stop.set()
+            if not answer.is_over:  # the iterating was given up: a closed tab, a cancelled call
+                flight.stop.set()
 
-    def stop(self, visitor: str) -> bool:
-        """End the visitor's answer within a step; whether one was being made."""
-        if self._visitor != visitor:
-            return False
-        self._stop.set()
-        return True
+    def stop(self, visitor: str, *, wait_s: float = 30.0) -> Answer | None:
+        """
+        End the visitor's answer within a step.
+
+        Args:
+            wait_s (`float`): Seconds to wait until it has ended.
+
+        Returns:
+            [`Answer`] with what was decoded, `None` where none of the visitor's was being made.
+        """
+        flight = self._flight
+        if flight is None or flight.visitor != visitor:
+            return None
+        flight.stop.set()
+        if flight.is_over.wait(wait_s):
+            flight.take()
+        return flight.answer
 
     def _encoded(self, loaded: Loaded, request: Request) -> torch.LongTensor:
         input_ids = encode_prompt(loaded.tokenizer, request.prompt)
@@ -304,7 +137,12 @@ class Session:
 
 def loaded_rules(loaded: Loaded) -> list[str]:
     """The rules that these models have what it takes for."""
-    has = {IN_FLIGHT: True, FIXED: True, BY_SECONDS: loaded.curve_policy is not None, PAPER: loaded.paper_policy is not None}
+    has = {
+        IN_FLIGHT: True,
+        FIXED: True,
+        BY_SECONDS: loaded.curve_policy is not None,
+        PAPER: loaded.paper_policy is not None,
+    }
     return [rule for rule in RULES if has[rule]]
 
 
@@ -324,66 +162,57 @@ def _rule_settings(loaded: Loaded, request: Request) -> dict[str, Any]:
     return {"adapt": "flight" if rule == IN_FLIGHT else "prompt", "policy": loaded.curve_policy or False}
 
 
-def _grow(answer: Answer, pieces: PieceStream, loaded: Loaded, name: str, *values: Any) -> None:
-    """Take one event of the decoding thread into the answer."""
-    if name == "prefilled":
-        answer.prefill = values[0]
-    elif name == "chosen":
-        answer.trace, answer.state = values[0], "decoding"
-    elif name == "first":
-        _add_tokens(answer, pieces, [values[0]], [False])
-    elif name == "step":
-        record: StepRecord = values[0]
-        assert answer.trace is not None
-        answer.trace.steps.append(record)
-        answer.trace.num_new_tokens += len(record.committed_ids)
-        _add_tokens(answer, pieces, record.committed_ids, are_accepted(record))
-        left = record.draft_ids[sum(are_accepted(record)) :]
-        answer.discarded.append(loaded.tokenizer.decode(left) if left else "")
-    elif name == "answered":
-        answer.trace, answer.total_s, answer.finish = values
-        answer.tokens += [Token(piece.text, piece.is_accepted, len(answer.trace.steps)) for piece in pieces.end()]
-        answer.state = "comparing"
-    elif name == "plain token":
-        answer.num_plain_tokens += 1
-    elif name == "compared":
-        answer.plain = values[0]
-    elif name == "failed":
-        answer.state, answer.message = "failed", str(values[0]) or type(values[0]).__name__
+class _Flight:
+    """
+    One answer being made: a thread decodes and tells about it in events, another takes them into the answer.
 
+    Args:
+        answer ([`Answer`]): Grows by [`take`] only.
+        rule_settings (`dict`): Keywords of `BlockPilot.generate`.
 
-def _add_tokens(answer: Answer, pieces: PieceStream, token_ids: Any, flags: list[bool]) -> None:
-    step = len(answer.trace.steps) if answer.trace is not None else 0
-    for token_id, is_accepted in zip(token_ids, flags, strict=True):
-        answer.token_ids.append(int(token_id))
-        answer.tokens += [Token(p.text, p.is_accepted, step) for p in pieces.put([token_id], [is_accepted])]
-
-
-class _Work:
-    """Decodes in a thread and tells about it in events."""
+    Attributes:
+        stop (`Event`): Read at every token.
+        is_over (`Event`): Set when the thread has nothing more to tell.
+    """
 
     def __init__(
         self,
+        answer: Answer,
+        visitor: str,
         loaded: Loaded,
-        request: Request,
         input_ids: torch.LongTensor,
         rule_settings: dict[str, Any],
-        stop: Any,
-        events: queue.SimpleQueue,
     ):
-        self.loaded, self.request, self.input_ids, self.events = loaded, request, input_ids, events
-        self.rule_settings, self.stop = rule_settings, stop
+        self.answer, self.visitor = answer, visitor
+        self.stop, self.is_over = threading.Event(), threading.Event()
+        self._loaded, self._input_ids, self._rule_settings = loaded, input_ids, rule_settings
+        self._request = answer.request
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._pieces = PieceStream(loaded.tokenizer)
+        self._taking = threading.Lock()
 
-    def run(self) -> None:
-        ids, output, seconds = self._timed(self._ours)
-        finish = self._finish(ids)
-        self.events.put(("answered", output.blockpilot, seconds, finish))
-        if self.request.compare and finish != "stopped":
-            plain_ids, _, plain_s = self._timed(self._plain)
-            self.events.put(("compared", self._compared(ids, seconds, plain_ids, plain_s)))
+    # What the decoding thread does
+
+    def decode(self) -> None:
+        """Answer, then compare where that is asked for. Errors become events."""
+        try:
+            ids, output, seconds = self._timed(self._ours)
+            finish = self._finish(ids)
+            self._events.put(("answered", output.blockpilot, seconds, finish))
+            state = "stopped" if finish == "stopped" else "done"
+            if self._request.compare and finish != "stopped":
+                plain_ids, _, plain_s = self._timed(self._plain)
+                plain = self._compared(ids, seconds, plain_ids, plain_s)
+                state = plain["state"]
+                self._events.put(("compared", plain))
+            self._events.put(("over", state, ""))
+        except BaseException as error:
+            self._events.put(("over", "failed", str(error) or type(error).__name__))
+        finally:
+            self.is_over.set()
 
     def _timed(self, call: Any) -> tuple[list[int], Any, float]:
-        request, target = self.request, self.loaded.target
+        request, target = self._request, self._loaded.target
         settings: dict[str, Any] = {"do_sample": False}
         if request.temperature:
             # The neutral top-k and top-p: a model's own defaults would hide most of the distribution.
@@ -399,52 +228,51 @@ class _Work:
         if target.device.type != "cpu":
             torch.accelerator.synchronize(target.device)
         seconds = time.perf_counter() - start
-        return output.sequences[0, self.input_ids.shape[1] :].tolist(), output, seconds
+        return output.sequences[0, self._input_ids.shape[1] :].tolist(), output, seconds
 
     def _ours(self, **settings: Any) -> Any:
-        def on_choice(trace: DecodeTrace) -> None:
-            self.events.put(("chosen", replace(trace, steps=[])))
+        put = self._events.put
 
         def look(module: Any, args: Any, output: Any) -> None:
             """At the prefill's logits, once: they are what the policy reads too."""
             hook.remove()
-            self.events.put(("prefilled", self._prefill_facts(output.logits[0, -1])))
+            put(("prefilled", self._prefill_facts(output.logits[0, -1])))
 
-        hook = self.loaded.target.register_forward_hook(look)
+        hook = self._loaded.target.register_forward_hook(look)
         try:
-            return self.loaded.pilot.generate(
-                self.loaded.target,
-                self.input_ids,
-                streamer=_Tokens(lambda token_id, number: number or self.events.put(("first", token_id))),
-                on_choice=on_choice,
-                on_step=lambda record: self.events.put(("step", record)),
-                **self.rule_settings,
+            return self._loaded.pilot.generate(
+                self._loaded.target,
+                self._input_ids,
+                streamer=_Tokens(lambda token_id, number: number or put(("first", token_id))),
+                on_choice=lambda trace: put(("chosen", replace(trace, steps=[]))),
+                on_step=lambda record: put(("step", record)),
+                **self._rule_settings,
                 **settings,
             )
         finally:
             hook.remove()
 
     def _plain(self, **settings: Any) -> Any:
-        target = self.loaded.target
-        streamer = _Tokens(lambda token_id, number: self.events.put(("plain token",)))
-        return type(target).generate(target, self.input_ids, streamer=streamer, **settings)
+        target = self._loaded.target
+        streamer = _Tokens(lambda token_id, number: self._events.put(("plain token",)))
+        return type(target).generate(target, self._input_ids, streamer=streamer, **settings)
 
     def _prefill_facts(self, logits: torch.Tensor) -> dict[str, Any]:
         probabilities = logits.detach().float().softmax(-1)
         top = probabilities.topk(min(_TOP_TOKENS, len(probabilities)))
         return {
             "top_tokens": [
-                {"text": self.loaded.tokenizer.decode([token_id]), "probability": value}
+                {"text": self._loaded.tokenizer.decode([token_id]), "probability": value}
                 for token_id, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)
             ],
             "entropy": float(torch.special.entr(probabilities).sum()),
         }
 
     def _finish(self, ids: list[int]) -> str:
-        eos = self.loaded.target.generation_config.eos_token_id
+        eos = self._loaded.target.generation_config.eos_token_id
         if ids and ids[-1] in (eos if isinstance(eos, list) else [eos]):
             return "end"
-        return "length" if len(ids) >= self.request.max_new_tokens else "stopped"
+        return "length" if len(ids) >= self._request.max_new_tokens else "stopped"
 
     def _compared(self, ids: list[int], seconds: float, plain_ids: list[int], plain_s: float) -> dict[str, Any]:
         if self._finish(plain_ids) == "stopped":
@@ -452,7 +280,10 @@ class _Work:
         shared = min(len(ids), len(plain_ids))
         unequal = (i for i in range(shared) if ids[i] != plain_ids[i])
         difference = next(unequal, None if len(ids) == len(plain_ids) else shared)
-        decode = self.loaded.tokenizer.decode
+        there = None
+        if difference is not None:
+            decode = self._loaded.tokenizer.decode
+            there = [decode(each[difference : difference + 1]) for each in (ids, plain_ids)]
         return {
             "state": "done",
             "num_new_tokens": len(plain_ids),
@@ -461,10 +292,54 @@ class _Work:
             "ratio": len(ids) / seconds / (len(plain_ids) / plain_s),
             "is_identical": difference is None,
             "first_difference": difference,
-            "tokens_there": None
-            if difference is None
-            else [decode(each[difference : difference + 1]) for each in (ids, plain_ids)],
+            "tokens_there": there,
         }
+
+    # What others do
+
+    def take(self, *, wait_s: float = 0.0) -> None:
+        """Take all the news there is into the answer, after waiting for some."""
+        with self._taking, contextlib.suppress(queue.Empty):
+            self._grow(*self._events.get(timeout=max(wait_s, 1e-3)))
+            while True:
+                self._grow(*self._events.get_nowait())
+
+    def _grow(self, name: str, *values: Any) -> None:
+        answer = self.answer
+        if name == "prefilled":
+            answer.prefill = values[0]
+        elif name == "chosen":
+            answer.trace, answer.state = values[0], "decoding"
+        elif name == "first":
+            self._add_tokens([values[0]], [False])
+        elif name == "step":
+            record: StepRecord = values[0]
+            assert answer.trace is not None
+            answer.trace.steps.append(record)
+            answer.trace.num_new_tokens += len(record.committed_ids)
+            flags = are_accepted(record)
+            left = record.draft_ids[sum(flags) :]
+            answer.discarded.append(self._loaded.tokenizer.decode(left) if left else "")
+            self._add_tokens(record.committed_ids, flags)
+        elif name == "answered":
+            answer.trace, answer.total_s, answer.finish = values
+            self._add(self._pieces.end())
+            answer.state = "comparing" if self._request.compare and answer.finish != "stopped" else answer.state
+        elif name == "plain token":
+            answer.num_plain_tokens += 1
+        elif name == "compared":
+            answer.plain = values[0]
+        elif name == "over":
+            answer.state, answer.message = values
+
+    def _add_tokens(self, token_ids: Sequence[int], flags: Sequence[bool]) -> None:
+        for token_id, is_accepted in zip(token_ids, flags, strict=True):
+            self.answer.token_ids.append(int(token_id))
+            self._add(self._pieces.put([token_id], [is_accepted]))
+
+    def _add(self, pieces: Sequence[Piece]) -> None:
+        step = len(self.answer.trace.steps) if self.answer.trace is not None else 0
+        self.answer.tokens += [Token(piece.text, piece.is_accepted, step) for piece in pieces]
 
 
 class _StopOn(StoppingCriteria):
