@@ -4,6 +4,7 @@ The interface only; `session.py` makes the answers, `page.py` draws them. Settin
 README beside this file.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,8 +30,8 @@ EXAMPLES = {
     "Maths": "A box holds 12 eggs. How many eggs are in 7 boxes?",
     "Code": "Write a Python function that takes a list of numbers and returns the sum of the even ones.",
     "Translation": "Translate this sentence into French: My sister lives in a small house near the sea.",
-    "Summary": "Summarise in one sentence: Bees fly from flower to flower to collect nectar. On the way they carry pollen, "
-    "and so plants can make seeds. Without bees many fruits would not grow.",
+    "Summary": "Summarise in one sentence: Bees fly from flower to flower to collect nectar. On the way they carry "
+    "pollen, and so plants can make seeds. Without bees many fruits would not grow.",
     "Question": "Why is the sky blue?",
     "JSON": 'Write three fruits with their colours as a JSON list of objects with the keys "name" and "colour".',
 }
@@ -75,6 +76,11 @@ def build(session: Session) -> gr.Blocks:
             return (page.error("Stopped before it began."), gr.skip(), gr.skip(), gr.skip(), *buttons(is_running=False))
         return (*draw(session, answer), *buttons(is_running=False))
 
+    def look() -> Any:
+        """How far loading is, until it is over or a run tells."""
+        state = session.info()
+        return page.status(None, state), gr.Timer(active=state["state"] in ("not loaded", "loading"))
+
     def leave(visitor: gr.Request) -> None:
         session.stop(_name(visitor), wait_s=0)
 
@@ -91,8 +97,8 @@ def build(session: Session) -> gr.Blocks:
         """
         Answer a prompt; intermediate results are the text so far and an incomplete trace.
 
-        Returns the text, and the trace as JSON: block size, scores, every step, seconds; with the prefill's top tokens, the
-        comparison, the request and the models.
+        Returns the text, and the trace as JSON: block size, scores, every step, seconds; with the prefill's top
+        tokens, the comparison, the request and the models.
         """
         try:
             for answer in answers(
@@ -110,12 +116,12 @@ def build(session: Session) -> gr.Blocks:
 
     with gr.Blocks(title="BlockPilot", analytics_enabled=False, fill_width=True) as demo:
         gr.HTML(
-            "<h1>BlockPilot</h1><p>A drafter proposes a block of tokens in one pass, the target verifies it in one pass, "
-            "and a small policy chooses how large the block is. The text stays the target’s own.</p>",
+            "<h1>BlockPilot</h1><p>A drafter proposes a block of tokens in one pass, the target verifies it in one "
+            "pass, and a small policy chooses how large the block is. The text stays the target&rsquo;s own.</p>",
             elem_id="masthead",
         )
         with gr.Row():
-            with gr.Column(scale=4, min_width=320):
+            with gr.Column(scale=4, min_width=320, elem_id="form"):
                 prompt = gr.Textbox(
                     label="Prompt", value=EXAMPLES["Maths"], lines=4, max_lines=12, elem_id="prompt",
                     placeholder="A question or a task",
@@ -126,6 +132,10 @@ def build(session: Session) -> gr.Blocks:
                 with gr.Row(elem_id="actions"):
                     run_button = gr.Button("Run", variant="primary", elem_id="run")
                     stop_button = gr.Button("Stop", variant="secondary", elem_id="stop", interactive=False)
+                status = gr.HTML(
+                    page.status(None, session.info()), elem_id="status",
+                    html_template='<div role="status" aria-live="polite">${value}</div>',
+                )  # fmt: skip
                 with gr.Accordion("Settings", open=False, elem_id="settings"):
                     rule = gr.Radio(RULE_CHOICES, value=IN_FLIGHT, label="How the block size is chosen", elem_id="rule")
                     block_size = gr.Slider(
@@ -143,39 +153,36 @@ def build(session: Session) -> gr.Blocks:
                         elem_id="temperature",
                     )
                     seed = gr.Number(value=0, precision=0, minimum=0, label="Seed", elem_id="seed")
-                status = gr.HTML(
-                    page.status(None, session.info()), elem_id="status",
-                    html_template='<div role="status" aria-live="polite">${value}</div>',
-                )  # fmt: skip
             with gr.Column(scale=7, min_width=320, elem_id="view"):
                 decision = gr.HTML(page.decision(None), elem_id="decision")
                 flight = gr.HTML(page.flight(None), elem_id="flight")
-                copy_button = gr.Button("Copy the answer", size="sm", elem_id="copy", variant="secondary")
                 result = gr.HTML(page.result(None), elem_id="result")
 
+        loading = gr.Timer(2.0)
         outputs = [status, decision, flight, result, run_button, stop_button]
         fields = [prompt, tokens, temperature, seed, rule, block_size, compare]
         for button, text in zip(examples, EXAMPLES.values(), strict=True):
-            button.click(lambda text=text: text, None, prompt, **PRIVATE)
+            button.click(None, None, prompt, js=f"() => {json.dumps(text)}", api_visibility="private")  # at once
         rule.change(lambda rule: gr.update(visible=rule == FIXED), rule, block_size, **PRIVATE)
         # Before its turn comes, too, a visitor can press Stop.
-        asked = gr.on([run_button.click, prompt.submit], lambda: buttons(is_running=True), None, outputs[4:], **PRIVATE)
+        asked = gr.on(
+            [run_button.click, prompt.submit],
+            lambda: (*buttons(is_running=True), gr.Timer(active=False)),
+            None,
+            [*outputs[4:], loading],
+            **PRIVATE,
+        )
         running = asked.then(
             show, fields, outputs, api_visibility="private", show_progress="minimal", show_progress_on=status,
             **ONE_AT_A_TIME,
         )  # fmt: skip
         stop_button.click(stop, None, outputs, cancels=[running], **PRIVATE)
-        copy_button.click(None, None, None, js=COPY)
-        demo.load(lambda: page.status(None, session.info()), None, status, **PRIVATE)
+        gr.on([demo.load, loading.tick], look, None, [status, loading], **PRIVATE)
         demo.unload(leave)
         gr.api(generate, api_name="generate", **ONE_AT_A_TIME)
         gr.api(info, api_name="info", concurrency_limit=8, concurrency_id="info")
     demo.queue(max_size=64)
     return demo
-
-
-# The text as it stands, whatever a browser makes of a selection.
-COPY = "() => { navigator.clipboard.writeText([...document.querySelectorAll('#answer .block')].map(b => b.textContent).join('')); }"
 
 
 def draw(session: Session, answer: Answer) -> list[Any]:
@@ -207,7 +214,8 @@ def launch_options() -> dict[str, Any]:
         "button_secondary_background_fill": "panel", "button_secondary_background_fill_hover": "accepted-paper",
         "button_secondary_text_color": "ink", "button_secondary_border_color": "line",
         "checkbox_background_color": "field", "checkbox_background_color_selected": "action",
-        "checkbox_border_color": "muted", "checkbox_border_color_selected": "action", "checkbox_label_text_color": "ink",
+        "checkbox_border_color": "muted", "checkbox_border_color_selected": "action",
+        "checkbox_label_text_color": "ink",
         "checkbox_label_text_color_selected": "ink", "checkbox_label_background_fill": "panel",
         "checkbox_label_background_fill_selected": "accepted-paper", "checkbox_label_border_color": "line",
         "slider_color": "action", "error_background_fill": "panel", "error_text_color": "rejected",
@@ -233,8 +241,13 @@ def launch_options() -> dict[str, Any]:
     }
 
 
+def session_from_environment() -> Session:
+    """With nothing loaded yet."""
+    return Session(Models(lambda: load_from_environment(os.environ)), Limits.from_environment(os.environ))
+
+
 def main() -> None:
-    session = Session(Models(lambda: load_from_environment(os.environ)), Limits.from_environment(os.environ))
+    session = session_from_environment()
     demo = build(session)
     session.models.load_in_background()
     demo.launch(**launch_options())

@@ -77,7 +77,7 @@ class Models:
             return self.loaded
 
     def load_in_background(self) -> threading.Thread:
-        """Start loading, so that the first visitor does not wait for all of it. A failure shows at the first request."""
+        """Start loading, so that the first visitor does not wait for all of it. The next run tells of a failure."""
 
         def load() -> None:
             try:
@@ -142,6 +142,6 @@ def _warm_up(loaded: Loaded) -> None:
     ids = torch.tensor(
         [[loaded.target.config.get_text_config(decoder=True).bos_token_id or 0]], device=loaded.target.device
     )
-    settings = {"max_new_tokens": 4, "do_sample": False}
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     type(loaded.target).generate(loaded.target, ids, **settings)
     loaded.pilot.generate(loaded.target, ids, block_size=loaded.pilot.drafter.config.block_size, **settings)

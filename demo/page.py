@@ -14,6 +14,11 @@ from blockpilot_hf.display import acceptance_line, are_accepted, counted, speed_
 from blockpilot_hf.trace import DecodeTrace, StepRecord
 
 _CELL_WIDTH, _CELL_HEIGHT = 12, 10
+# The text as it stands, whatever the browser makes of a selection.
+COPY = (
+    "navigator.clipboard.writeText([...document.querySelectorAll('#answer .block')].map(b => b.textContent).join(''));"
+    "this.textContent = 'Copied'"
+)
 _STATES = {
     "loading": "Loading the models. The first time this takes a minute or two.",
     "prefill": "Reading the prompt.",
@@ -52,7 +57,7 @@ def decision(answer: Answer | None) -> str:
     """The chosen block size, what the policy predicted for each, and what the prefill said."""
     trace = None if answer is None else answer.trace
     if trace is None:
-        size, caption = "–", "chosen after the prefill, before anything is drafted"
+        size, caption = "", "chosen after the prefill, before anything is drafted"
         chart = '<p class="empty">The policy\'s prediction for every candidate size appears here.</p>'
     else:
         size = str(trace.block_size)
@@ -62,7 +67,7 @@ def decision(answer: Answer | None) -> str:
     prefill = "" if answer is None or answer.prefill is None else _prefill(answer.prefill, answer.num_prompt_tokens)
     return (
         '<section class="panel decision" aria-labelledby="h-decision"><h2 id="h-decision">Decision</h2>'
-        f'<div class="chosen"><p class="size" data-value="{escape(size)}">{escape(size)}</p><p>{caption}</p></div>'
+        f'<div class="chosen"><p class="size" data-value="{size}">{size or "&ndash;"}</p><p>{caption}</p></div>'
         f'<div class="chart">{chart}{reason}</div>{prefill}</section>'
     )
 
@@ -81,7 +86,8 @@ def bars(trace: DecodeTrace) -> str:
         is_chosen = size == trace.block_size
         height = max(2.0, 100 * (value - base) / span)
         items.append(
-            f'<li{" class=chosen-bar" if is_chosen else ""}><span class="value" data-value="{value!r}">{value:.2f}</span>'
+            f"<li{' class=chosen-bar' if is_chosen else ''}>"
+            f'<span class="value" data-value="{value!r}">{value:.2f}</span>'
             f'<span class="column" aria-hidden="true"><span style="height:{height:.1f}%"></span></span>'
             f'<span class="label"><span class="sr">block size </span>{size}'
             f"{'<span class=sr>, chosen</span>' if is_chosen else ''}</span></li>"
@@ -108,13 +114,14 @@ def flight(answer: Answer | None) -> str:
     elif not answer.is_over:
         mark = '<span class="caret" aria-hidden="true"></span>'
     body = f'<div class="answer" id="answer" role="group" aria-label="Answer" tabindex="0">{text}{mark}</div>'
-    return _flight(body, strip(answer) if steps else "", count)
+    return _flight(body, strip(answer) if steps else "", count, has_text=bool(text))
 
 
-def _flight(body: str, chart: str, count: str) -> str:
+def _flight(body: str, chart: str, count: str, *, has_text: bool = False) -> str:
+    copy = f'<button type="button" class="copy" onclick="{_attribute(COPY)}">Copy</button>' if has_text else ""
     return (
         '<section class="panel flight" aria-labelledby="h-flight"><h2 id="h-flight">Flight</h2>'
-        f'<p class="count">{escape(count)}</p>{body}{chart}{LEGEND}</section>'
+        f'<p class="count">{escape(count)}{copy}</p>{body}{chart}{LEGEND}</section>'
     )
 
 
@@ -165,9 +172,8 @@ def strip(answer: Answer) -> str:
             for place, kind in enumerate(cells(step))
         )
         words = _attribute(step_words(number, step, discarded))
-        columns.append(
-            f'<li data-tip="{words}"><svg width="{_CELL_WIDTH}" height="{height}" aria-hidden="true">{shapes}</svg></li>'
-        )
+        picture = f'<svg width="{_CELL_WIDTH}" height="{height}" aria-hidden="true">{shapes}</svg>'
+        columns.append(f'<li data-tip="{words}">{picture}</li>')
     drafted = sum(len(step.draft_ids) for step in steps)
     verified = sum(step.verify_width - 1 for step in steps)
     accepted = sum(sum(are_accepted(step)) for step in steps)
@@ -201,7 +207,7 @@ def result(answer: Answer | None) -> str:
     ]
     if answer.plain is not None and answer.plain["state"] == "done":
         ratio = answer.plain["ratio"]
-        figures.append(("ratio", f"{ratio:.2f}×", ratio, "as fast as plain decoding"))
+        figures.append(("ratio", f"{ratio:.2f}&times;", ratio, "as fast as plain decoding"))
     tiles = "".join(
         f'<div class="tile"><dd data-figure="{name}" data-value="{value!r}">{shown}</dd><dt>{words}</dt></div>'
         for name, shown, value, words in figures
@@ -215,11 +221,13 @@ def result(answer: Answer | None) -> str:
     return (
         '<section class="panel result" aria-labelledby="h-result"><h2 id="h-result">Result</h2>'
         f'<dl class="tiles">{tiles}</dl>{comparison(answer)}<ul class="lines">{details}</ul>'
-        "<details><summary>Every step as a table</summary><div class=scroll tabindex=0 role=region aria-label=Steps><table>"
+        "<details><summary>Every step as a table</summary>"
+        "<div class=scroll tabindex=0 role=region aria-label=Steps><table>"
         "<thead><tr><th>step<th>block<th>verified<th>accepted<th>not kept<th>why not a full block</thead>"
         f"<tbody>{rows}</tbody></table></div></details>"
         "<details><summary>Trace as JSON</summary>"
-        f'<pre class="scroll" id="trace" tabindex="0" aria-label="Trace as JSON">{_text(record)}</pre></details></section>'
+        f'<pre class="scroll" id="trace" tabindex="0" aria-label="Trace as JSON">{_text(record)}</pre>'
+        "</details></section>"
     )
 
 
@@ -233,8 +241,9 @@ def comparison(answer: Answer) -> str:
     speeds = [("this answer", trace.num_new_tokens / answer.total_s), ("plain decoding", plain["tokens_per_second"])]
     top = max(value for _, value in speeds)
     rows = "".join(
-        f'<li><span class="name">{name}</span><span class="rail" aria-hidden="true"><span style="width:{100 * value / top:.1f}%">'
-        f'</span></span><span class="value">{value:.1f} tokens per second</span></li>'
+        f'<li><span class="name">{name}</span><span class="rail" aria-hidden="true">'
+        f'<span style="width:{100 * value / top:.1f}%"></span></span>'
+        f'<span class="value">{value:.1f} tokens per second</span></li>'
         for name, value in speeds
     )
     if plain["is_identical"]:
@@ -260,9 +269,10 @@ def _prefill(prefill: dict[str, Any], num_prompt_tokens: int) -> str:
         f"<span class=nowrap><code>{escape(_visible(token['text']))}</code> {100 * token['probability']:.0f} %</span>"
         for token in prefill["top_tokens"]
     )
+    entropy = prefill["entropy"]
     return (
         f'<p class="prefill">After {counted(num_prompt_tokens, "prompt token")} the target expects {tokens}; '
-        f'entropy <span data-figure="entropy" data-value="{prefill["entropy"]!r}">{prefill["entropy"]:.2f}</span> nats.</p>'
+        f'entropy <span data-figure="entropy" data-value="{entropy!r}">{entropy:.2f}</span> nats.</p>'
     )
 
 
@@ -309,7 +319,7 @@ LEGEND = (
     f"{_SHAPES.replace('cell-', 'legend-')}"
     '<ul class="legend" aria-label="Legend">'
     f'<li>{_sample("accepted")}<span class="accepted">accepted</span> draft</li>'
-    f'<li>{_sample("own")}<span class="own">target’s own</span> token</li>'
+    f'<li>{_sample("own")}<span class="own">target&rsquo;s own</span> token</li>'
     f"<li>{_sample('rejected')}rejected draft</li><li>{_sample('unverified')}drafted, not verified</li>"
     '<li><span class="block-sample" aria-hidden="true"></span>a block begins</li></ul>'
 )

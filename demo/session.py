@@ -129,8 +129,8 @@ class Session:
             most = min(most, positions - request.max_new_tokens)
         if length > most:
             raise ValueError(
-                f"The prompt has {length:,} tokens, and {max(most, 0):,} are allowed for {request.max_new_tokens:,} new "
-                "ones. Shorten it."
+                f"The prompt has {length:,} tokens, and {max(most, 0):,} are allowed with {request.max_new_tokens:,} "
+                "new ones. Shorten it."
             )
         return input_ids.to(loaded.target.device)
 
