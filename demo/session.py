@@ -92,13 +92,14 @@ class Session:
 
         threading.Thread(target=decode, name="decode", daemon=True).start()
         try:
-            while not answer.is_over:
+            while True:
                 flight.take(wait_s=_SECONDS_BETWEEN_LOOKS)
                 if answer.is_over:
-                    self._flight = None  # seen to its end: nothing is left to stop
+                    break
                 yield answer
-                if not answer.is_over:
-                    time.sleep(_SECONDS_BETWEEN_VIEWS)
+                time.sleep(_SECONDS_BETWEEN_VIEWS)
+            self._flight = None  # seen to its end: nothing is left to stop
+            yield answer
         finally:
             if not answer.is_over:  # the iterating was given up: a closed tab, a cancelled call
                 flight.stop.set()
