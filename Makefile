@@ -1,5 +1,5 @@
 # Every target sets itself up: a virtual environment in $(VENV), renewed when pyproject.toml changes.
-#   make run | test | lint | clean
+#   make run | space | test | lint | clean
 # Variables: PYTHON (3.10 or newer), VENV, TORCH (what to give pip for torch, options included), PYTEST_ARGS, RUN_ARGS.
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,13 +11,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint clean
+.PHONY: help run space test lint clean
 
 help:
 	@sed -n '1,3s/^# *//p' Makefile
 
 run: $(VENV)/.installed
 	$(BIN)/blockpilot generate $(RUN_ARGS) </dev/null
+
+# http://127.0.0.1:7860, or where PORT, GRADIO_SERVER_PORT and GRADIO_SERVER_NAME say.
+space: $(VENV)/.installed-demo
+	GRADIO_ANALYTICS_ENABLED=False $(BIN)/python demo/app.py
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -44,6 +48,11 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 		echo "Installing $(TORCH)"; $(PIP) install $(TORCH); fi
 	@echo "Installing blockpilot-hf and what it needs"
 	@$(PIP) install -e '.[train]'
+	@touch $@
+
+$(VENV)/.installed-demo: $(VENV)/.installed
+	@echo "Installing what the Space needs"
+	@$(PIP) install -e '.[demo]'
 	@touch $@
 
 # dflash is the peer that tests compare with; its own requirements are for serving on GPUs.

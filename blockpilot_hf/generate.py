@@ -21,7 +21,7 @@ from .costs import CostTable
 from .decoding import Decoding, reset_user_cache
 from .loading import load_drafter, load_embedded_drafter, load_policy, policy_of_drafter
 from .packing import pack_linear_weights
-from .trace import StepRecord
+from .trace import DecodeTrace, StepRecord
 
 # Meant for finding the recipe, but transformers also hands them to the function it found: how to get at a repository,
 # which holds for a policy too, and which one.
@@ -139,8 +139,8 @@ class BlockPilot:
             streamer (`BaseStreamer`, *optional*): Gets the prompt, then token after token. One row only.
             tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for `stop_strings`.
             stop_strings (`str` or `list[str]`, *optional*): As in `generate`.
-            kwargs: Everything that `generate` takes, and `policy`, `block_size`, `adapt`, `costs`, `on_step`,
-                `time_steps` for this call.
+            kwargs: Everything that `generate` takes, and `policy`, `block_size`, `adapt`, `costs`,
+                `on_choice`, `on_step`, `time_steps` for this call.
 
         Returns:
             What `generate` returns. With `return_dict_in_generate=True` a `GenerateDecoderOnlyOutput` whose field
@@ -176,6 +176,7 @@ class BlockPilot:
         block_size: int | None = None,
         adapt: str | None = None,
         costs: CostTable | str | os.PathLike | None = None,
+        on_choice: Callable[[DecodeTrace], None] | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         time_steps: bool | None = None,
         **model_kwargs: Any,
@@ -187,6 +188,9 @@ class BlockPilot:
             policy: For this call, as in [`BlockPilot`].
             block_size (`int`, *optional*): Fixes the block size, any integer >= 1; 1 is plain decoding.
             adapt, costs: For this call, as in [`BlockPilot`]. A fixed block size stays what it is.
+            on_choice (`Callable[[DecodeTrace], None]`, *optional*):
+                Called once per row when the block size is chosen, before the first verification step. The trace is the
+                one that grows with every step from then on.
             on_step (`Callable[[StepRecord], None]`, *optional*): Called after every verification step.
             time_steps (`bool`, *optional*): Seconds of single steps on a GPU, at the price of a synchronisation each.
 
@@ -220,7 +224,9 @@ class BlockPilot:
                 costs=costs,
                 draft_sampling=self.draft_sampling,
             )
-            decodings.append(_decode_row(model, row, generator, generation_config, streamer, on_step, time_steps))
+            decodings.append(
+                _decode_row(model, row, generator, generation_config, streamer, on_choice, on_step, time_steps)
+            )
         if streamer is not None:
             streamer.end()
         for decoding in decodings:
@@ -284,6 +290,7 @@ def _decode_row(
     generator: BlockPilotCandidateGenerator,
     generation_config: GenerationConfig,
     streamer: Any,
+    on_choice: Callable[[DecodeTrace], None] | None,
     on_step: Callable[[StepRecord], None] | None,
     time_steps: bool | None,
 ) -> Decoding:
@@ -301,6 +308,8 @@ def _decode_row(
     )
     try:
         first = decoding.prefill()
+        if on_choice is not None:
+            on_choice(decoding.trace)
         if streamer is not None:
             streamer.put(first[0].cpu())
         for record in decoding.steps():

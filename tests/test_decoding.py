@@ -542,7 +542,7 @@ def fail_after(calls, error):
 
 
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["streamer", "on_step", "criterion", "processor", "target"])
+@pytest.mark.parametrize("where", ["streamer", "on_choice", "on_step", "criterion", "processor", "target"])
 def test_after_an_exception_the_next_call_is_as_the_first(where, error):
     target = make_target("gemma3")
     drafter = make_drafter(target)
@@ -552,6 +552,7 @@ def test_after_an_exception_the_next_call_is_as_the_first(where, error):
     fail = fail_after(2, error)
     arguments = {
         "streamer": {"streamer": Recorder(fail_at=3, error=error)},
+        "on_choice": {"on_choice": fail_after(0, error)},
         "on_step": {"on_step": fail},
         "criterion": {"stopping_criteria": [lambda ids, scores, **kwargs: fail() or torch.zeros(1, dtype=torch.bool)]},
         "processor": {"logits_processor": [lambda ids, scores: fail() or scores]},

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import (
     both_generate,
+    constant_policy,
     make_drafter,
     make_prompt,
     make_target,
@@ -175,6 +176,47 @@ def test_on_step_gets_every_record_as_it_happens(target, drafter):
     for step in steps:
         expected += [("put", [i]) for i in step.committed_ids] + [step]
     assert events == [*expected, ("end",)]
+
+
+def test_on_choice_gets_each_rows_trace_before_its_first_token(target, drafter):
+    """Rows are decoded one after the other, so a row's choice comes after the steps of the row before."""
+    events, policy = [], constant_policy(3)
+
+    class Streamer:
+        def put(self, value):
+            events.append("put")
+
+        def end(self):
+            pass
+
+    def on_choice(trace):
+        events.append((trace.block_size, trace.scores, trace.num_new_tokens, len(trace.steps), trace.prefill_s > 0))
+        traces.append(trace)
+
+    traces: list[DecodeTrace] = []
+    pilot = BlockPilot(drafter, policy, adapt="prompt")
+    output = pilot_generate(pilot, target, PROMPT, max_new_tokens=12, on_choice=on_choice, streamer=Streamer(), **DICT)
+    chosen = output.blockpilot
+    assert events == ["put", (3, chosen.scores, 1, 0, True)] + ["put"] * 12
+    assert traces == [chosen] and traces[0] is chosen  # the same one, grown
+
+    traces.clear()
+    for settings in ({"block_size": 5}, {"block_size": 1}):
+        pilot_generate(pilot, target, PROMPT, max_new_tokens=4, on_choice=on_choice, **settings)
+        assert traces.pop().block_size == settings["block_size"]
+    rows, order = make_prompt(6, rows=2), []
+    batch = pilot_generate(
+        pilot,
+        target,
+        rows,
+        max_new_tokens=5,
+        on_choice=lambda trace: (traces.append(trace), order.append("choice")),
+        on_step=lambda step: order.append(step.row),
+        **DICT,
+    ).blockpilot
+    assert traces == batch.rows and len(traces) == 2
+    split = order.index("choice", 1)
+    assert order[0] == "choice" and set(order[1:split]) == {0} and set(order[split + 1 :]) == {1}
 
 
 def test_the_record_is_plain_data(target, drafter):
