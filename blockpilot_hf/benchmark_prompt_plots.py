@@ -62,16 +62,14 @@ def drawn_methods(record: Mapping[str, Any]) -> dict[str, str]:
     """Colours of the methods that are worth a line: all but plain and the other fixed sizes; our default is red."""
     ours, size = default_method(record), training_method(record)
     ran = {name for result in main_results(record) for name in methods_of(record, result)}
-    chosen = [
-        name
-        for name, method in record["methods"].items()
-        if name in ran and (method["kind"] in ("peer", "ours") or name == size)
-    ]
     colours = iter(_COLOURS)
-    return {
+    found = {
         name: RED if name == ours else GREY if name == size else next(colours, "black")
-        for name in sorted(chosen, key=lambda name: name == ours)  # the default lies on top
+        for name, method in record["methods"].items()
+        if method["kind"] in ("peer", "ours") or name == size
     }
+    # A method keeps its colour whichever others ran, and the default lies on top.
+    return {name: found[name] for name in sorted(found, key=lambda name: name == ours) if name in ran}
 
 
 def _draw(
@@ -173,7 +171,8 @@ def _limit(axes: Any, points: np.ndarray, is_log: bool) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
     else:
-        axes.set_xlim(left - 0.03 * (right - left), right + 0.03 * (right - left))
+        margin = 0.03 * (right - left) or 0.1  # of a single prompt
+        axes.set_xlim(left - margin, right + margin)
 
 
 def _label(

@@ -147,6 +147,14 @@ def test_colours_are_distinct_and_the_default_is_drawn_last(record):
     assert list(colours) == ["stock_dflash", "prompt_lookup", "size 8", "paper", "seconds", "flight"]
     assert len(set(colours.values())) == len(colours)
     assert colours["flight"] == plot_style.RED
+    everybody = drawn_methods(make_record(counts={"maths": 2}, not_run=()))
+    assert {name: everybody[name] for name in colours} == colours
+    assert len(set(everybody.values())) == len(everybody) == 7
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_single_prompt_can_be_drawn(drawn, tmp_path):
+    assert len(draw_benchmark(make_record(counts={"maths": 1}, temperatures=(0.0,)), tmp_path)) == 4
 
 
 def test_without_the_training_size_there_is_no_picture_of_quality(record, drawn, tmp_path):
