@@ -5,10 +5,10 @@ import time
 import torch
 from cli_models import byte_tokenizer
 from conftest import make_drafter, make_target
-from models import Loaded, Models
 
 from blockpilot_hf import BlockPilot, BlockPilotConfig, BlockPilotPolicy
 from blockpilot_hf.parity import ScriptedDrafter
+from models import Loaded, Models
 
 # Indentation, blank lines, a tab, characters of two to four bytes, one of several code points, and what HTML means.
 TEXT = 'def f(x):\n    if x < 1 && "a":\n\n        return {"día": "🙂 你好 👩‍🚀"}\n\t<b>&amp;</b>\r\n\n  end '

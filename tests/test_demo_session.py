@@ -7,15 +7,15 @@ import weakref
 
 import pytest
 import torch
-from answer import Answer
 from conftest import plain_generate
 from demo_pair import TEXT, ready, tiny_pair, writing_pair
+
+from answer import Answer
+from blockpilot_hf.display import are_accepted
+from blockpilot_hf.prompts import encode_prompt
 from models import Models
 from request import BY_SECONDS, FIXED, IN_FLIGHT, PAPER, RULES, Limits, Request
 from session import Session
-
-from blockpilot_hf.display import are_accepted
-from blockpilot_hf.prompts import encode_prompt
 
 LIMITS = Limits(max_new_tokens=500, max_prompt_tokens=200)
 
@@ -137,7 +137,10 @@ def test_an_answer_grows_step_by_step_and_the_decision_comes_before_the_first(mo
         steps.append(len(answer.trace.steps) if answer.trace else None)
         assert steps[-1] is None or answer.prefill["top_tokens"][0]["text"] == "d"
     assert list(dict.fromkeys(states)) == ["loading", "prefill", "decoding", "done"]
-    assert 0 in steps and max(b - a for a, b in zip(steps[steps.index(0) :], steps[steps.index(0) + 1 :], strict=False)) == 1
+    assert (
+        0 in steps
+        and max(b - a for a, b in zip(steps[steps.index(0) :], steps[steps.index(0) + 1 :], strict=False)) == 1
+    )
     assert all(longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False))
     assert answer.record()["token_ids"] == answer.token_ids and len(answer.token_ids) == 40
 
@@ -255,7 +258,9 @@ def test_a_comparison_can_be_stopped():
 
 def test_two_at_once_take_turns_and_get_their_own_answers(tiny):
     prompts = [f"prompt {i}" for i in range(4)]
-    alone = [run(tiny, prompt, max_new_tokens=20, temperature=1.0, seed=i).token_ids for i, prompt in enumerate(prompts)]
+    alone = [
+        run(tiny, prompt, max_new_tokens=20, temperature=1.0, seed=i).token_ids for i, prompt in enumerate(prompts)
+    ]
     assert len({tuple(ids) for ids in alone}) == 4
     together = {}
 
