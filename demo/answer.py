@@ -67,8 +67,11 @@ class Answer:
 
     def record(self) -> dict[str, Any]:
         """The trace as JSON-ready values, and with it the request, the prefill, the comparison and the models."""
+        trace = (DecodeTrace() if self.trace is None else self.trace).to_dict()
+        scores = trace["scores"] and {str(size): score for size, score in trace["scores"].items()}  # as JSON has keys
         return {
-            **(DecodeTrace() if self.trace is None else self.trace).to_dict(),
+            **trace,
+            "scores": scores,
             "state": self.state,
             "finish": self.finish,
             "total_s": self.total_s,

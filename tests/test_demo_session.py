@@ -1,6 +1,8 @@
 """The Space without its page: requests, answers that grow, stopping, and one at a time."""
 
 import gc
+import itertools
+import json
 import threading
 import time
 import weakref
@@ -26,9 +28,7 @@ def tiny():
 
 
 def last(answers):
-    for answer in answers:
-        pass
-    return answer
+    return list(answers)[-1]
 
 
 def run(session, prompt="abc", visitor="", **settings):
@@ -141,7 +141,7 @@ def test_an_answer_grows_step_by_step_and_the_decision_comes_before_the_first(mo
         0 in steps
         and max(b - a for a, b in zip(steps[steps.index(0) :], steps[steps.index(0) + 1 :], strict=False)) == 1
     )
-    assert all(longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False))
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
     assert answer.record()["token_ids"] == answer.token_ids and len(answer.token_ids) == 40
 
 
@@ -315,10 +315,9 @@ def test_models_load_once_and_again_after_a_failure():
 
 
 def test_a_record_is_json_and_holds_the_trace(tiny):
-    import json
-
     answer = run(tiny, max_new_tokens=12, compare=True)
     read = json.loads(json.dumps(answer.record(), allow_nan=False))
+    assert read["scores"] == answer.record()["scores"]  # keys as JSON has them, before it is JSON too
     trace = json.loads(json.dumps(answer.trace.to_dict()))
     assert {key: read[key] for key in trace} == trace
     assert read["plain"] == answer.plain and read["request"]["prompt"] == "abc" and read["models"]["target"] == "tiny"

@@ -1,0 +1,258 @@
+"""The Space's page in a Chromium: what a visitor sees, presses and copies. Run with `pytest -m browser`."""
+
+import json
+import re
+
+import pytest
+from demo_pair import TEXT, ready, tiny_pair, writing_pair
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+gr = pytest.importorskip("gradio")
+pytest.importorskip("playwright")
+
+import app  # noqa: E402  # needs gradio
+import screenshots  # noqa: E402
+from request import Limits  # noqa: E402
+from session import Session  # noqa: E402
+
+LIMITS = Limits(max_new_tokens=400, max_prompt_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    try:
+        with screenshots.browser() as chromium:
+            yield chromium
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def serve():
+    running = []
+
+    def serve(loaded):
+        session = Session(ready(loaded), LIMITS)
+        demo = app.build(session)
+        _, url, _ = demo.launch(**app.launch_options(), prevent_thread_lock=True, quiet=True)
+        running.append(demo)
+        return url, session
+
+    yield serve
+    for demo in running:
+        demo.close()
+
+
+@pytest.fixture(scope="module")
+def writer(serve):
+    return serve(writing_pair())
+
+
+@pytest.fixture(scope="module")
+def slow(serve):
+    return serve(writing_pair(ends=False, seconds_per_pass=0.1))
+
+
+@pytest.fixture
+def visit(chromium):
+    """`visit(url)` to a page that may ask nothing of other hosts and log no error."""
+    contexts, problems = [], []
+
+    def visit(url, **options):
+        context = chromium.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on(
+            "request", lambda request: request.url.startswith((url, "data:", "blob:")) or problems.append(request.url)
+        )
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(url)
+        page.wait_for_selector("#run:not([disabled])")
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+def set_value(page, selector, value):
+    page.fill(selector, str(value))
+    page.press(selector, "Tab")
+
+
+def choose(page, *, rule=None, block_size=None, tokens=None):
+    if not page.is_visible("#rule"):
+        page.click("#settings > button, #settings .label-wrap")
+        page.wait_for_selector("#rule", state="visible")
+    if rule:
+        page.click(f"#rule label:has-text('{rule}')")
+    if block_size:
+        page.wait_for_selector("#block-size input[type=number]")
+        set_value(page, "#block-size input[type=number]", block_size)
+    if tokens:
+        set_value(page, "#tokens input[type=number]", tokens)
+
+
+def run(page, prompt="abc"):
+    page.fill("#prompt textarea", prompt)
+    page.click("#run")
+    page.wait_for_selector("#run[disabled]")
+    page.wait_for_selector("#run:not([disabled])")
+
+
+def trace_of(page):
+    return json.loads(page.text_content("#trace"))
+
+
+def figure(page, name):
+    return float(page.get_attribute(f"[data-figure={name}]", "data-value"))
+
+
+def test_a_visit_from_prompt_to_comparison(visit, serve):
+    page = visit(serve(tiny_pair())[0])
+    page.check("#compare input")
+    choose(page, tokens=30)
+    run(page)
+    trace = trace_of(page)
+    assert trace["request"]["prompt"] == "abc" and trace["num_new_tokens"] == 30
+    assert page.text_content(".chosen .size") == str(trace["block_size"])
+    assert page.locator(".bars li").count() == len(trace["scores"])
+    assert figure(page, "tau") == trace["acceptance_length"] and figure(page, "steps") == len(trace["steps"])
+    assert figure(page, "ratio") == trace["plain"]["ratio"] and "identical" in page.text_content("#verdict")
+    assert figure(page, "entropy") == trace["prefill"]["entropy"]
+    assert page.locator(".strip li").count() == len(trace["steps"])
+    assert "Done." in page.text_content("#status [aria-live=polite]")
+
+
+def test_rules_and_sizes_are_switched(visit, writer, serve):
+    page = visit(serve(tiny_pair())[0])
+    for rule, adapt in (("Paper", "prompt"), ("By seconds", "prompt"), ("In flight", "flight")):
+        choose(page, rule=rule, tokens=10)
+        assert not page.is_visible("#block-size")
+        run(page)
+        assert trace_of(page)["adapt"] == adapt and page.text_content(".chosen .size") == str(
+            trace_of(page)["block_size"]
+        )
+    choose(page, rule="Fixed size", block_size=5)
+    run(page)
+    assert trace_of(page)["block_size"] == 5 and page.text_content(".chosen .size") == "5"
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8])
+def test_copied_text_is_the_returned_one(visit, writer, block_size):
+    """By selecting and copying with the keyboard, and by the button."""
+    page = visit(writer[0])
+    choose(page, rule="Fixed size", block_size=block_size, tokens=400)
+    run(page)
+    assert page.evaluate("[...document.querySelectorAll('#answer .block')].map(b => b.textContent).join('')") == TEXT
+    page.click("button.copy")
+    page.wait_for_selector("button.copy:has-text('Copied')")
+    assert page.evaluate("navigator.clipboard.readText()") == TEXT
+    page.evaluate("navigator.clipboard.writeText('')")
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('#answer'))")
+    page.keyboard.press("Control+C")
+    page.wait_for_function("navigator.clipboard.readText().then(text => text.length > 0)")
+    assert page.evaluate("navigator.clipboard.readText()") == TEXT
+
+
+def test_tokens_tell_their_step_when_they_are_pointed_at(visit, writer):
+    page = visit(writer[0])
+    choose(page, rule="Fixed size", block_size=4, tokens=60)
+    run(page)
+    shown = "element => getComputedStyle(element, '::after').content"
+    for kind in ("accepted", "own"):
+        token = page.locator(f"#answer .{kind}").nth(2)
+        assert token.evaluate(shown) == "none"
+        token.hover()
+        assert re.search(r"step \d+: block of 4, \d verified, \d accepted", token.evaluate(shown))
+    assert page.evaluate("document.querySelector('#answer').innerText").count("step") == 0
+
+
+def test_stop_works_at_once_and_keeps_what_is_there(visit, slow):
+    url, session = slow
+    page = visit(url)
+    choose(page, rule="Fixed size", block_size=2, tokens=400)
+    page.click("#run")
+    page.wait_for_function("document.querySelectorAll('#answer .block').length > 4")
+    assert session.info()["is_busy"] and not page.query_selector("#trace")
+    page.click("#stop")
+    page.wait_for_selector("#run:not([disabled])", timeout=10_000)
+    assert not session.info()["is_busy"]
+    assert "Stopped." in page.text_content("#status")
+    trace = trace_of(page)
+    assert trace["finish"] == "stopped" and 5 < trace["num_new_tokens"] < 100
+    assert page.locator(".strip li").count() == len(trace["steps"])
+    choose(page, tokens=5)
+    run(page)
+    assert trace_of(page)["num_new_tokens"] == 5
+
+
+def test_a_closed_tab_frees_the_model(visit, slow):
+    url, session = slow
+    page = visit(url)
+    choose(page, tokens=400)
+    page.click("#run")
+    page.wait_for_function("document.querySelectorAll('#answer .block').length > 2")
+    assert session.info()["is_busy"]
+    page.close()
+    other = visit(url)
+    choose(other, tokens=3)
+    run(other)
+    assert trace_of(other)["num_new_tokens"] == 3
+
+
+def test_a_second_visitor_sees_the_place_in_the_queue_and_may_leave(visit, slow):
+    url, session = slow
+    first, second = visit(url), visit(url)
+    choose(first, tokens=400)
+    first.click("#run")
+    first.wait_for_function("document.querySelectorAll('#answer .block').length > 2")
+    second.click("#run")
+    second.wait_for_selector("#status :text('queue')")
+    second.click("#stop")
+    second.wait_for_selector("#run:not([disabled])")
+    assert "Stopped before it began" in second.text_content("#status")
+    assert session.info()["is_busy"]  # the first one goes on
+    first.click("#stop")
+    first.wait_for_selector("#run:not([disabled])")
+    choose(second, tokens=3)
+    run(second)
+    assert trace_of(second)["num_new_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [("", "prompt is empty"), ("a" * 300, "has 302 tokens, and 200 are allowed")]
+)
+def test_errors_are_messages_on_the_page(visit, writer, prompt, message):
+    page = visit(writer[0])
+    page.fill("#prompt textarea", prompt)
+    page.click("#run")
+    page.wait_for_selector("#status [role=alert]")
+    assert message in page.text_content("#status [role=alert]")
+    page.wait_for_selector("#run:not([disabled])")
+    run(page)
+    assert "Done." in page.text_content("#status")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_the_page_fits_and_can_be_used_by_keyboard(visit, writer, size, scheme):
+    width, height = screenshots.SIZES[size]
+    page = visit(writer[0], viewport={"width": width, "height": height}, color_scheme=scheme)
+    run(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
+    unnamed = """[...document.querySelectorAll('input, textarea, button')].filter(e => e.offsetParent !== null &&
+        !(e.labels && e.labels.length) && !e.ariaLabel && !e.title && !e.innerText.trim()).map(e => e.outerHTML)"""
+    assert page.evaluate(unnamed) == []
+    page.focus("#prompt textarea")
+    order = []
+    for _ in range(16):
+        page.keyboard.press("Tab")
+        order.append(page.evaluate("document.activeElement.innerText || document.activeElement.id"))
+    places = [
+        next(i for i, text in enumerate(order) if text.strip() == name) for name in ("Maths", "Run", "Settings", "Copy")
+    ]
+    assert places == sorted(places)
