@@ -168,6 +168,8 @@ def test_tokens_tell_their_step_when_they_are_pointed_at(visit, writer):
         token.hover()
         assert re.search(r"step \d+: block of 4, \d verified, \d accepted", token.evaluate(shown))
     assert page.evaluate("document.querySelector('#answer').innerText").count("step") == 0
+    begins = page.locator("#answer .block").nth(1).evaluate("e => parseFloat(getComputedStyle(e).borderLeftWidth)")
+    assert begins >= 1  # blocks are told apart
 
 
 def test_stop_works_at_once_and_keeps_what_is_there(visit, slow):
