@@ -243,8 +243,13 @@ def test_errors_are_messages_on_the_page(visit, writer, prompt, message):
 def test_the_page_fits_and_can_be_used_by_keyboard(visit, writer, size, scheme):
     width, height = screenshots.SIZES[size]
     page = visit(writer[0], viewport={"width": width, "height": height}, color_scheme=scheme)
+    choose(page, rule="Fixed size")
     run(page)
+    for summary in page.locator("#result summary").all():
+        summary.click()
+    page.wait_for_selector("#trace", state="visible")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.click("#settings > button, #settings .label-wrap")
     assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
     unnamed = """[...document.querySelectorAll('input, textarea, button')].filter(e => e.offsetParent !== null &&
         !(e.labels && e.labels.length) && !e.ariaLabel && !e.title && !e.innerText.trim()).map(e => e.outerHTML)"""
