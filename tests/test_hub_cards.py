@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModel
 
 from blockpilot_hf import BlockPilot
+from blockpilot_hf.benchmark_display import readme_table
 from blockpilot_hf.cards import card_of_policy, drafter_card, policy_card, recipe_card, write_cards
 from blockpilot_hf.embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDED_POLICY_NAME
 from blockpilot_hf.evaluation_display import figure
@@ -169,3 +170,28 @@ def test_figures_of_the_readme_are_those_of_the_record():
     assert f"{figure(rules[default]['speedup'])} by default, all texts identical" in readme
     assert f"size 8 comes to {figure(rules['training_size']['speedup'])}" in readme
     assert rules[default]["num_identical"] == emulated["groups"]["all"]["num_prompts"] == timed["num_prompts"]
+
+
+def test_the_readmes_comparison_is_that_of_the_records():
+    """After new records: `readme_table` of `blockpilot_hf/benchmark_display.py`, and the sentences below it."""
+    text = (HUB_CARDS.parent / "README.md").read_text(encoding="utf-8")
+    records = [read(path) for path in sorted(POLICIES[0].glob("benchmark*.json"))]
+    assert readme_table(records) in text
+    readme, by_dtype = " ".join(text.split()), {record["meta_info"]["machine"]["dtype"]: record for record in records}
+    told = by_dtype["float32"]["results"][0]["groups"]["all"]["methods"]
+    first, second, third, fourth = (
+        figure(told[name]["over_default"]) for name in ("stock_dflash", "dflash", "plain", "prompt_lookup")
+    )
+    assert (
+        f"({first} times in float32, greedy), than `dflash` 0.1.0 ({second}) and than plain decoding ({third})"
+        in readme
+    )
+    assert f"not faster than prompt lookup there ({fourth})" in readme
+    assert f"spends {told['flight']['overhead_share']['estimate'] * 100:.1f} % of its time" in readme
+    for record in records:
+        meta, run = record["meta_info"], record["run_info"]
+        assert run["status"] == "whole" and run["notes"]
+        assert meta["drafter"]["fingerprint"] == read(DRAFTER / "validation.json")["meta_info"]["drafter_fingerprint"]
+        assert meta["policies"]["policy"]["fingerprint"] == weights_fingerprint(AutoModel.from_pretrained(POLICIES[0]))
+        greedy = record["results"][0]["groups"]["all"]
+        assert greedy["methods"]["flight"]["num_identical"] == greedy["num_prompts"]
