@@ -78,7 +78,8 @@ def test_wheel_holds_the_package_and_the_embedded_pair_and_nothing_else(checkout
 def test_source_archive_builds_the_same_wheel(checkout, wheel, tmp_path):
     archive = build(checkout, "sdist", tmp_path)
     with tarfile.open(archive) as tar:
-        tar.extractall(tmp_path, filter="data")
+        # Patch releases of Python before 3.11.4 do not know the filter; the archive is our own.
+        tar.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert files_of(build(unpacked, "wheel", tmp_path)) == files_of(wheel)
 
@@ -134,7 +135,9 @@ def test_this_checkout_holds_the_embedded_pair(pair):
     drafter, policy, _ = pair
     for folder in pair:
         assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in folder.iterdir()}
-    assert sum(path.stat().st_size for folder in pair for path in folder.rglob("*")) < 30_000_000
+    files = [path for folder in pair for path in folder.rglob("*")]
+    assert sum(path.stat().st_size for path in files if path.suffix == ".safetensors") < 30_000_000
+    assert sum(path.stat().st_size for path in files) < 40_000_000  # with the records
     with safe_open(drafter / "model.safetensors", framework="pt") as weights:
         dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
         assert dtypes.pop("shortlist_ids") == "I64" and set(dtypes.values()) == {"BF16"}
