@@ -185,8 +185,8 @@ def test_presets_say_how_much_and_what_is_given_goes_first(run, folders, tmp_pat
 
     monkeypatch.setattr(cli_benchmark, "load_prompt_set", load)
     for arguments, limit in (
-        (["--preset", "quick"], 12),
-        (["--preset", "full"], 36),
+        (["--preset", "quick"], 6),
+        (["--preset", "full"], 24),
         (["--preset", "quick", "--limit", "2"], 2),
     ):
         assert run("benchmark", *pair(folders), *arguments)[0] == 2
