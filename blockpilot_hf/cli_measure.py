@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .benchmark import first_difference
 from .generate import BlockPilot
 from .parity import compare_prompt
 from .trace import DecodeTrace
@@ -94,7 +95,7 @@ def measure(
             runs[is_ours].append(timed(is_ours))
     (plain_s, plain), (ours_s, ours) = (_median(runs[is_ours]) for is_ours in (False, True))
     length = input_ids.shape[1]
-    difference = _first_difference(plain.sequences[0, length:].tolist(), ours.sequences[0, length:].tolist())
+    difference = first_difference(plain.sequences[0, length:].tolist(), ours.sequences[0, length:].tolist())
     gap, is_explained = None, difference is None
     if difference is not None:
         again = compare_prompt(target, pilot, input_ids, [block_size], seed=seed, **generate_kwargs)[0]
@@ -115,9 +116,3 @@ def measure(
 def _median(runs: list[tuple[float, Any]]) -> tuple[float, Any]:
     """The middle one of the runs; of an even number the quicker of the two, so that it is a run that took place."""
     return sorted(runs, key=lambda run: run[0])[(len(runs) - 1) // 2]
-
-
-def _first_difference(a: list[int], b: list[int]) -> int | None:
-    shared = min(len(a), len(b))
-    unequal = (i for i in range(shared) if a[i] != b[i])
-    return next(unequal, None if len(a) == len(b) else shared)

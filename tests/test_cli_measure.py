@@ -53,7 +53,7 @@ def test_the_median_call_is_one_that_took_place():
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [1], 0), ([2, 1], [1, 1], 0)],
 )
 def test_the_first_difference_counts_what_is_the_same(a, b, expected):
-    assert cli_measure._first_difference(a, b) == expected
+    assert cli_measure.first_difference(a, b) == expected
 
 
 def test_a_difference_is_explained_by_a_comparison_that_keeps_scores(pair, monkeypatch):
