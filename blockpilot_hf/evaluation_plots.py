@@ -1,11 +1,11 @@
 """Two pictures of an evaluation: acceptance length against block size, and the sizes that policies chose, by group."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .evaluation_rules import ALL
+from .plot_style import new_figure, save_figure
 from .units import require_extra
 
 TAU_PLOT = "tau_by_block_size.png"
@@ -28,7 +28,7 @@ def draw_tau(results: Sequence[Mapping[str, Any]], training_block_size: int, pat
     Raises:
         `ImportError`: if matplotlib is not installed.
     """
-    figure = _figure(5.4 * len(results) + 2, 4.4)
+    figure = new_figure(5.4 * len(results) + 2, 4.4)
     panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
     # One colour per group in all panels, whichever of them it is in.
     groups = list(dict.fromkeys(name for result in results for name in result["tau_by_block_size"] if name != ALL))
@@ -75,7 +75,7 @@ def draw_tau(results: Sequence[Mapping[str, Any]], training_block_size: int, pat
     is_small = any(not g["is_enough"] for r in results for g in r["comparisons"][0]["groups"].values())
     dotted = "; dotted: too few prompts for a claim" if is_small else ""
     figure.supxlabel(f"mean over prompts; band: 95 % interval of all{dotted}", fontsize=8)
-    _write(figure, path)
+    save_figure(figure, path, dpi=130)
 
 
 def draw_choices(results: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -98,7 +98,7 @@ def draw_choices(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     # Sizes have an order, and so have these colours, in lightness too.
     shades = colormaps["cividis"]([i / max(1, len(sizes) - 1) for i in range(len(sizes))])
     num_groups = max(len(result["tau_by_block_size"]) for result in results)
-    figure = _figure(5.0 * len(results) + 1.6, (0.34 * num_groups + 1.1) * len(policies) + 0.4)
+    figure = new_figure(5.0 * len(results) + 1.6, (0.34 * num_groups + 1.1) * len(policies) + 0.4)
     panels = figure.subplots(len(policies), len(results), squeeze=False, sharex=True)
     for (policy, i), of_policy in zip(policies.items(), panels, strict=True):
         for axes, result in zip(of_policy, results, strict=True):
@@ -132,29 +132,12 @@ def draw_choices(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         loc="outside right center",
         frameon=False,
     )
-    _write(figure, path)
+    save_figure(figure, path, dpi=130)
 
 
 def _panel_title(result: Mapping[str, Any]) -> str:
     name = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
     return f"{name}, {result['num_prompts']} prompts"
-
-
-def _figure(width: float, height: float) -> Any:
-    """Without pyplot there is no global state."""
-    require_extra("matplotlib")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _write(figure: Any, path: Path) -> None:
-    beside = path.with_name(f"{path.name}.new")
-    figure.savefig(beside, format="png", dpi=130)
-    os.replace(beside, path)
 
 
 __all__ = ["CHOICES_PLOT", "TAU_PLOT", "draw_choices", "draw_tau"]

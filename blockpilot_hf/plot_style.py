@@ -28,10 +28,10 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def save_figure(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path, *, dpi: int = 160) -> None:
     """As a PNG picture, under its name only when whole."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(beside, format="png", dpi=160)
+    figure.savefig(beside, format="png", dpi=dpi)
     os.replace(beside, path)
 
 

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from sweeps import COSTS, SIZES, TRAINING_SIZE, make_rows
 
-from blockpilot_hf import evaluation_plots
+from blockpilot_hf import plot_style
 from blockpilot_hf.evaluation import evaluate
 from blockpilot_hf.evaluation_plots import draw_choices, draw_tau
 from blockpilot_hf.evaluation_rules import Comparison
@@ -110,6 +110,6 @@ def test_a_missing_extra_is_named(results, tmp_path, monkeypatch):
     def missing(module):
         raise ImportError(f"{module}: pip install 'blockpilot-hf[train]'")
 
-    monkeypatch.setattr(evaluation_plots, "require_extra", missing)
+    monkeypatch.setattr(plot_style, "require_extra", missing)
     with pytest.raises(ImportError, match="matplotlib: pip install"):
         draw_tau(results, TRAINING_SIZE, tmp_path / "tau.png")
