@@ -20,6 +20,7 @@ from .evaluation_display import (
     temperature_name,
 )
 from .evaluation_rules import ENOUGH_PROMPTS
+from .throughput import FLIGHT, LOOKUP_FLIGHT
 from .throughput_card import throughput_section
 
 # Less than this over plain decoding is hardly worth loading two more models.
@@ -125,11 +126,12 @@ def _headline(record: dict[str, Any], policy: str, throughput: Mapping[str, dict
     told = []
     for one in throughput.values():
         for result in one["results"] if one["timed"] is None else [one["timed"]]:
-            rule = result["groups"]["all"]["rules"].get(f"flight {policy}")
-            if rule is not None:
-                how = f"timed in {result['dtype']}" if one["timed"] else "simulated"
-                how += f", costs: {result['source']}"
-                told.append(f"{figure(rule['speedup'])}: {how}; {result['num_prompts']} prompts")
+            rules = result["groups"]["all"]["rules"]
+            for rule, lookup in ((LOOKUP_FLIGHT, ""), (FLIGHT, "with `lookup=False`, ")):
+                if found := rules.get(f"{rule} {policy}"):
+                    how = f"{lookup}{'timed in ' + result['dtype'] if one['timed'] else 'simulated'}"
+                    how += f", costs: {result['source']}"
+                    told.append(f"{figure(found['speedup'])}: {how}; {result['num_prompts']} prompts")
     if not told and record["costs"] is not None:
         for result in record["results"]:
             speed = _comparison(result, policy)["groups"]["all"]["rules"][f"policy {policy}"]["speedup"]
