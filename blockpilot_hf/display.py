@@ -25,7 +25,8 @@ class Piece:
 
     Args:
         text (`str`): Whole characters only.
-        is_accepted (`bool`): Every token of it was drafted or copied, and accepted; else the target's own pick is among them.
+        is_accepted (`bool`):
+            Every token of it was drafted or copied, and accepted; else the target's own pick is among them.
     """
 
     text: str
@@ -162,9 +163,8 @@ def flight_line(trace: DecodeTrace) -> str:
     if drafted:
         parts[-1] += f" drafted, {_mean_width(drafted):.1f} of a block verified on average"
     if copied:
-        parts.append(
-            f"{counted(len(copied), 'step')} copied from the text so far, {_mean_width(copied):.1f} on average"
-        )
+        steps = counted(len(copied), "step")
+        parts.append(f"{steps} copied from the text so far, {_mean_width(copied):.1f} verified on average")
     plain = counted(len(trace.steps) - len(drafted) - len(copied), "plain step")
     return f"in flight: {', '.join([*parts, plain])}; costs: {trace.costs}"
 
