@@ -293,7 +293,7 @@ def copy_play(flight, is_right, num_tokens, *, match_length=4):
 
 
 def test_copies_that_are_right_are_taken_whole_before_any_draft():
-    assert copy_play(Flight(table(0.02), SIZES), always, 160)[2:-1] == [16] * 8
+    assert set(copy_play(Flight(table(0.02), SIZES), always, 160)[2:-1]) == {16}
 
 
 def test_copies_that_are_never_right_are_given_up_within_the_budget():
