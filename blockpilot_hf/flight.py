@@ -33,7 +33,8 @@ COPY_WIDTH = 16
 _FIRST_LOOK_AFTER = 8
 # What an answer may cost beyond plain decoding: passes of one token, and a share of the answer's own. With these an
 # answer of 41 tokens and more stays above 0.95 times plain decoding in the table's seconds, and long ones near 0.98.
-# Passes, because what a text is worth shows in its first steps: with 0.3 of one, answers of 24 and 48 tokens were up to 10 % slower.
+# Passes, because what a text is worth shows in its first steps: with 0.3 of one, answers of 24 and 48 tokens were up to
+# 10 % slower.
 REGRET_PASSES = 1.3
 REGRET_SHARE = 0.02
 # Costs are looked up anew when the context has grown by so many tokens.
