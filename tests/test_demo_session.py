@@ -183,6 +183,10 @@ def test_a_difference_is_told():
     answer = run(Session(ready(loaded), LIMITS), compare=True)
     assert (answer.text, answer.plain["is_identical"], answer.plain["first_difference"]) == ("same here", False, 5)
     assert answer.plain["tokens_there"] == ["h", "t"]
+    # The score of what a target is to write is raised by 50: far from what rounding changes.
+    assert answer.plain["gap"] < -10 and answer.plain["is_near_tie"] is False
+    drawn = run(Session(ready(loaded), LIMITS), compare=True, temperature=0.01)
+    assert (drawn.plain["first_difference"], drawn.plain["gap"], drawn.plain["is_near_tie"]) == (5, None, None)
 
 
 # Stopping, leaving, failing
