@@ -66,6 +66,8 @@ def build(session: Session) -> gr.Blocks:
             for answer in answers(request, _name(visitor)):
                 fresh = draw(session, answer)
                 changes = [gr.skip() if old == new else new for old, new in zip(drawn, fresh, strict=True)]
+                if drawn == fresh and not answer.is_over:
+                    continue  # during a long pass; Stop and a closed tab end the answer without a view
                 drawn = fresh
                 # While it runs the buttons are the browser's: it knows of a pressed Stop first.
                 yield (*changes, *(buttons(is_running=False) if answer.is_over else (gr.skip(), gr.skip())))

@@ -68,7 +68,8 @@ class Session:
             `ValueError`: for a request that is not allowed.
         """
         answer = Answer(request.checked(self.limits))
-        yield answer
+        if self.models.loaded is None:
+            yield answer
         try:
             loaded = self.models.get()
             input_ids = self._encoded(loaded, answer.request)
