@@ -43,6 +43,7 @@ RULE_CHOICES = [
 ]
 # Answers wait for each other. What only looks has a queue of its own.
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "answers"}
+_PAUSE = {"__type__": "update", "active": False}  # of the timer
 PRIVATE: dict[str, Any] = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
 FONT = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "Liberation Sans", "sans-serif"]
 FONT_MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
@@ -65,16 +66,22 @@ def build(session: Session) -> gr.Blocks:
             for answer in answers(request, _name(visitor)):
                 fresh = draw(session, answer)
                 changes = [gr.skip() if old == new else new for old, new in zip(drawn, fresh, strict=True)]
+                if drawn == fresh and not answer.is_over:
+                    continue  # during a long pass; Stop and a closed tab end the answer without a view
                 drawn = fresh
-                yield (*changes, *buttons(is_running=not answer.is_over))
+                # While it runs the buttons are the browser's: it knows of a pressed Stop first.
+                yield (*changes, *(buttons(is_running=False) if answer.is_over else (gr.skip(), gr.skip())))
         except ValueError as problem:  # of the request; whatever else happens is part of an answer
             yield (page.error(str(problem)), gr.skip(), gr.skip(), gr.skip(), *buttons(is_running=False))
 
     def stop(visitor: gr.Request) -> Any:
         answer = session.stop(_name(visitor))
         if answer is None:
-            return (page.error("Stopped before it began."), gr.skip(), gr.skip(), gr.skip(), *buttons(is_running=False))
-        return (*draw(session, answer), *buttons(is_running=False))
+            return (page.note("Stopped before it began."), gr.skip(), gr.skip(), gr.skip(), *buttons(is_running=False))
+        drawn = draw(session, answer)
+        if not answer.is_over:  # a pass that takes longer than we waited; a new run waits for its end
+            drawn[0] = page.STOPPING
+        return (*drawn, *buttons(is_running=False))
 
     def look() -> Any:
         """How far loading is, until it is over or a run tells."""
@@ -164,17 +171,19 @@ def build(session: Session) -> gr.Blocks:
         for button, text in zip(examples, EXAMPLES.values(), strict=True):
             button.click(None, None, prompt, js=f"() => {json.dumps(text)}", api_visibility="private")  # at once
         rule.change(lambda rule: gr.update(visible=rule == FIXED), rule, block_size, **PRIVATE)
-        # Before its turn comes, too, a visitor can press Stop.
-        asked = gr.on(
-            [run_button.click, prompt.submit],
-            lambda: (*buttons(is_running=True), gr.Timer(active=False)),
-            None,
-            [*outputs[4:], loading],
-            **PRIVATE,
-        )
-        running = asked.then(
-            show, fields, outputs, api_visibility="private", show_progress="minimal", show_progress_on=status,
-            **ONE_AT_A_TIME,
+        # The browser reacts before the server has heard of it. Stop can be pressed before the turn comes, too.
+        ask = [run_button.click, prompt.submit]
+        gr.on(
+            ask, None, None, [run_button, stop_button, loading], js=_in_browser(*buttons(is_running=True), _PAUSE),
+            api_visibility="private",
+        )  # fmt: skip
+        running = gr.on(
+            ask, show, fields, outputs, api_visibility="private", show_progress="minimal", show_progress_on=status,
+            trigger_mode="once", **ONE_AT_A_TIME,
+        )  # fmt: skip
+        stop_button.click(
+            None, None, [status, stop_button], js=_in_browser(page.STOPPING, buttons(is_running=False)[1]),
+            api_visibility="private",
         )  # fmt: skip
         stop_button.click(stop, None, outputs, cancels=[running], **PRIVATE)
         gr.on([demo.load, loading.tick], look, None, [status, loading], **PRIVATE)
@@ -193,6 +202,11 @@ def draw(session: Session, answer: Answer) -> list[Any]:
 def buttons(*, is_running: bool) -> tuple[Any, Any]:
     """Run and Stop, one of them at a time."""
     return gr.update(interactive=not is_running), gr.update(interactive=is_running)
+
+
+def _in_browser(*values: Any) -> str:
+    """A handler without the server: these values for the outputs."""
+    return f"() => {json.dumps(values)}"
 
 
 def _name(visitor: gr.Request) -> str:

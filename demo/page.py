@@ -27,6 +27,7 @@ _STATES = {
     "done": "Done.",
     "stopped": "Stopped. What was decoded stays.",
 }
+STOPPING = '<p class="status stopping">Stopping: the pass at hand ends first, and nothing is decoded after it.</p>'
 _FINISHES = {
     "end": ("end", "end of the answer"),
     "length": ("token limit", "cut off: all tokens asked for"),
@@ -46,6 +47,11 @@ def status(answer: Answer | None, info: dict[str, Any]) -> str:
     facts = (answer.facts if answer else {}) or info["models"]
     where = f'<span class="where">{escape(_where(facts))}</span>' if facts else ""
     return f'<p class="status {"" if answer is None else answer.state}">{escape(text)}</p>{where}'
+
+
+def note(message: str) -> str:
+    """What happened that is no answer and no error."""
+    return f'<p class="status">{escape(message)}</p>'
 
 
 def error(message: str) -> str:
@@ -252,10 +258,24 @@ def comparison(answer: Answer) -> str:
         ours, theirs = (f"<code>{escape(_visible(text)) or 'the end'}</code>" for text in plain["tokens_there"])
         verdict = (
             '<p class="verdict differs" id="verdict">The two texts <strong>differ</strong>: first at token '
-            f"{plain['first_difference'] + 1:,}, {ours} here and {theirs} in plain decoding.</p>"
+            f"{plain['first_difference'] + 1:,}, {ours} here and {theirs} in plain decoding. "
+            f"{_why_they_differ(plain)}</p>"
         )
     words = "Measured right after this answer, one call each, the same prompt and seed, prefill included."
     return f'<ul class="speeds">{rows}</ul>{verdict}<p class="note">{words}</p>'
+
+
+def _why_they_differ(plain: dict[str, Any]) -> str:
+    """The gap of the two tokens' scores, and whether rounding explains the difference."""
+    if plain["gap"] is None:
+        return "How near the two tokens are is measured for greedy answers that both go on there."
+    gap = f'<span data-figure="gap" data-value="{plain["gap"]!r}">{abs(plain["gap"]):.4f}</span>'
+    if plain["is_near_tie"]:
+        return (
+            f"Their scores are {gap} apart there, no more than rounding changes them when several positions are "
+            "computed in one pass: a near-tie."
+        )
+    return f"Their scores are {gap} apart there, more than rounding explains."
 
 
 def _row(number: int, each: tuple[StepRecord, str]) -> str:

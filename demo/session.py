@@ -17,6 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from answer import Answer, Token
+from blockpilot_hf.benchmark import first_difference, near_tie
 from blockpilot_hf.display import Piece, PieceStream, are_accepted
 from blockpilot_hf.prompts import encode_prompt
 from blockpilot_hf.trace import StepRecord
@@ -67,7 +68,8 @@ class Session:
             `ValueError`: for a request that is not allowed.
         """
         answer = Answer(request.checked(self.limits))
-        yield answer
+        if self.models.loaded is None:
+            yield answer
         try:
             loaded = self.models.get()
             input_ids = self._encoded(loaded, answer.request)
@@ -233,11 +235,12 @@ class _Flight:
 
     def _ours(self, **settings: Any) -> Any:
         put = self._events.put
+        prefill: dict[str, Any] = {}
 
         def look(module: Any, args: Any, output: Any) -> None:
             """At the prefill's logits, once: they are what the policy reads too."""
             hook.remove()
-            put(("prefilled", self._prefill_facts(output.logits[0, -1])))
+            prefill.update(self._prefill_facts(output.logits[0, -1]))
 
         hook = self._loaded.target.register_forward_hook(look)
         try:
@@ -245,7 +248,8 @@ class _Flight:
                 self._loaded.target,
                 self._input_ids,
                 streamer=_Tokens(lambda token_id, number: number or put(("first", token_id))),
-                on_choice=lambda trace: put(("chosen", replace(trace, steps=[]))),
+                # With what the prefill said: a view of its own would only come before the decision.
+                on_choice=lambda trace: put(("chosen", replace(trace, steps=[]), prefill)),
                 on_step=lambda record: put(("step", record)),
                 **self._rule_settings,
                 **settings,
@@ -278,13 +282,13 @@ class _Flight:
     def _compared(self, ids: list[int], seconds: float, plain_ids: list[int], plain_s: float) -> dict[str, Any]:
         if self._finish(plain_ids) == "stopped":
             return {"state": "stopped", "num_new_tokens": len(plain_ids), "total_s": plain_s}
-        shared = min(len(ids), len(plain_ids))
-        unequal = (i for i in range(shared) if ids[i] != plain_ids[i])
-        difference = next(unequal, None if len(ids) == len(plain_ids) else shared)
-        there = None
+        difference = first_difference(plain_ids, ids)
+        there = gap = is_near_tie = None
         if difference is not None:
             decode = self._loaded.tokenizer.decode
             there = [decode(each[difference : difference + 1]) for each in (ids, plain_ids)]
+            if not self._request.temperature:  # of drawn tokens, scores alone do not tell
+                gap, is_near_tie = near_tie(self._loaded.target, self._input_ids, plain_ids, ids, difference)
         return {
             "state": "done",
             "num_new_tokens": len(plain_ids),
@@ -294,6 +298,8 @@ class _Flight:
             "is_identical": difference is None,
             "first_difference": difference,
             "tokens_there": there,
+            "gap": gap,
+            "is_near_tie": is_near_tie,
         }
 
     # What others do
@@ -307,10 +313,9 @@ class _Flight:
 
     def _grow(self, name: str, *values: Any) -> None:
         answer = self.answer
-        if name == "prefilled":
-            answer.prefill = values[0]
-        elif name == "chosen":
-            answer.trace, answer.state = values[0], "decoding"
+        if name == "chosen":
+            answer.trace, answer.prefill = values
+            answer.state = "decoding"
         elif name == "first":
             self._add_tokens([values[0]], [False])
         elif name == "step":

@@ -34,11 +34,11 @@ def writing_pair(text=TEXT, *, accuracy=0.7, block_size=8, seconds_per_pass=0.0,
         """The tokens after the prompt are told by their positions."""
         if seconds_per_pass:
             time.sleep(seconds_per_pass)
-        given, cache = kwargs["input_ids"], kwargs.get("cache", kwargs.get("past_key_values"))
+        given = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         width = output.logits.shape[1]
-        last = cache.get_seq_length()  # positions seen, this pass included
-        if (given == start).any():
-            lengths["prompt"] = int(last)
+        last = int(output.past_key_values.get_seq_length())  # positions seen, this pass included
+        if (given == start).any():  # the prompt's last token
+            lengths["prompt"] = last - given.shape[1] + int((given[0] == start).nonzero()[-1]) + 1
         for j in range(width):
             number = last - width + j + 1 - lengths["prompt"]
             wanted = ids[number % len(ids)] if not ends else ids[min(number, len(ids) - 1)]

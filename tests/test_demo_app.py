@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import plain_generate
-from demo_pair import ready, tiny_pair, writing_pair
+from demo_pair import tiny_pair, writing_pair
 
 from blockpilot_hf.prompts import encode_prompt
 
@@ -23,31 +23,9 @@ gradio_client = pytest.importorskip("gradio_client")
 import app  # noqa: E402  # needs gradio
 import page  # noqa: E402
 from request import FIXED, Limits, Request  # noqa: E402
-from session import Session  # noqa: E402
 
+pytest_plugins = ["demo_server"]
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = Limits(max_new_tokens=400, max_prompt_tokens=200)
-
-
-@pytest.fixture(scope="module")
-def serve():
-    """`serve(loaded)` to `(url, session)`."""
-    running = []
-
-    def serve(loaded):
-        session = Session(ready(loaded), LIMITS)
-        demo = app.build(session)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("GRADIO_SERVER_PORT", "")
-            patch.delenv("GRADIO_SERVER_PORT")
-            patch.delenv("PORT", raising=False)
-            _, url, _ = demo.launch(**app.launch_options(), prevent_thread_lock=True, quiet=True)
-        running.append(demo)
-        return url, session
-
-    yield serve
-    for demo in running:
-        demo.close()
 
 
 @pytest.fixture(scope="module")

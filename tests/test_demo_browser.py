@@ -2,20 +2,19 @@
 
 import json
 import re
+import threading
 
 import pytest
-from demo_pair import TEXT, ready, tiny_pair, writing_pair
+from demo_pair import TEXT, tiny_pair, writing_pair
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 gr = pytest.importorskip("gradio")
 pytest.importorskip("playwright")
 
-import app  # noqa: E402  # needs gradio
 import screenshots  # noqa: E402
-from request import Limits  # noqa: E402
-from session import Session  # noqa: E402
+from models import Models  # noqa: E402
 
-LIMITS = Limits(max_new_tokens=400, max_prompt_tokens=200)
+pytest_plugins = ["demo_server"]
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +24,6 @@ def chromium():
             yield chromium
     except FileNotFoundError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def serve():
-    running = []
-
-    def serve(loaded):
-        session = Session(ready(loaded), LIMITS)
-        demo = app.build(session)
-        _, url, _ = demo.launch(**app.launch_options(), prevent_thread_lock=True, quiet=True)
-        running.append(demo)
-        return url, session
-
-    yield serve
-    for demo in running:
-        demo.close()
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +172,81 @@ def test_stop_works_at_once_and_keeps_what_is_there(visit, slow):
     choose(page, tokens=5)
     run(page)
     assert trace_of(page)["num_new_tokens"] == 5
+
+
+def test_stop_during_the_prefill_shows_at_once_and_nothing_is_decoded(visit, serve):
+    loaded = writing_pair(ends=False)
+    url, session = serve(loaded)
+    began, may_end, passes = threading.Event(), threading.Event(), []
+
+    def hold(*args):
+        passes.append(None)
+        began.set()
+        assert may_end.wait(60)
+
+    hook = loaded.target.register_forward_pre_hook(hold)
+    page = visit(url)
+    choose(page, rule="Fixed size", block_size=4, tokens=400)
+    page.click("#run")
+    assert began.wait(60)
+    page.wait_for_selector("#status :text('Reading the prompt')")
+    page.click("#stop")
+    page.wait_for_selector("#status :text('Stopping')", timeout=1000)
+    page.wait_for_selector("#stop[disabled]", timeout=1000)
+    assert session.info()["is_busy"]  # a pass that has begun cannot be broken off
+    may_end.set()
+    page.wait_for_selector("#run:not([disabled])")
+    assert "Stopped." in page.text_content("#status") and not session.info()["is_busy"]
+    assert len(passes) == 1 and trace_of(page)["steps"] == [] and trace_of(page)["finish"] == "stopped"
+    hook.remove()
+    choose(page, tokens=5)
+    run(page)
+    assert trace_of(page)["num_new_tokens"] == 5
+
+
+def test_a_page_says_that_the_models_are_being_loaded_and_a_run_waits_for_them(visit, serve):
+    may_end, pair = threading.Event(), writing_pair()
+    models = Models(lambda: (may_end.wait(120), pair)[1])
+    url, session = serve(models)
+    models.load_in_background()
+    watching, asking, leaving = visit(url), visit(url), visit(url)
+    for page in (watching, asking, leaving):
+        page.wait_for_selector("#status :text('The models are being loaded')")
+    leaving.click("#run")
+    leaving.wait_for_selector("#status :text('Loading the models')")
+    leaving.click("#stop")
+    leaving.wait_for_selector("#run:not([disabled])")
+    assert "Stopped before it began" in leaving.text_content("#status")
+    asking.click("#run")
+    asking.wait_for_selector("#run[disabled]")
+    may_end.set()
+    asking.wait_for_selector("#trace", state="attached")
+    assert trace_of(asking)["state"] == "done"
+    watching.wait_for_selector("#status :text('Ready.')")
+    assert "tiny" in watching.text_content("#status .where")
+    assert not leaving.query_selector("#trace") and not session.info()["is_busy"]
+
+
+def test_models_that_fail_to_load_are_told_of_and_tried_again(visit, serve):
+    outcomes = [OSError("no room on the disk"), OSError("no room on the disk"), writing_pair()]
+
+    def load():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    models = Models(load)
+    url, _ = serve(models)
+    models.load_in_background().join()
+    page = visit(url)
+    page.wait_for_selector("#status :text('could not be loaded; a run tries again')")
+    page.click("#run")
+    page.wait_for_selector("#status [role=alert]")
+    assert "no room on the disk" in page.text_content("#status [role=alert]")
+    page.wait_for_selector("#run:not([disabled])")
+    run(page)
+    assert trace_of(page)["state"] == "done"
 
 
 def test_a_closed_tab_frees_the_model(visit, slow):

@@ -133,9 +133,20 @@ def test_nothing_is_compared_that_was_not_asked_for_or_not_finished(fixed):
     )
     assert "was stopped" in page.comparison(stopped) and 'data-figure="ratio"' not in page.result(stopped)
     differs = {**fixed.plain, "is_identical": False, "first_difference": 4, "tokens_there": ["<a>", ""]}
+    assert differs["gap"] is None and differs["is_near_tie"] is None
     shown = page.comparison(Answer(fixed.request, trace=fixed.trace, total_s=1.0, plain=differs))
     assert "<code>&lt;a&gt;</code> here" in shown and "<code>the end</code> in plain" in shown
     assert "first at token 5" in Parsed(shown).by_id("verdict")["text"]
+
+
+@pytest.mark.parametrize(("gap", "is_near_tie"), [(0.0625, True), (1.75, False)])
+def test_a_difference_is_shown_with_the_gap_and_what_explains_it(fixed, gap, is_near_tie):
+    differs = {**fixed.plain, "is_identical": False, "first_difference": 4, "tokens_there": ["a", "b"]}
+    shown = page.comparison(
+        Answer(fixed.request, trace=fixed.trace, total_s=1.0, plain={**differs, "gap": gap, "is_near_tie": is_near_tie})
+    )
+    assert Parsed(shown).figure("gap") == gap and f"{gap:.4f}" in shown
+    assert ("a near-tie" in shown) == is_near_tie and ("more than rounding explains" in shown) != is_near_tie
 
 
 def test_what_comes_from_outside_is_text():
