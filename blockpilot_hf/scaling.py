@@ -1,8 +1,8 @@
-"""What calls cost by the length of prompt and answer: seconds, peak memory, and the bytes that both caches hold at the end.
+"""What calls cost by the length of prompt and answer: seconds, peak memory, and bytes of both caches at the end.
 
-A cell is a prompt length and an answer length, with every method once per repeat, in turns. All answers have exactly the
-length asked for. A repeat is another text, because how much is accepted depends on it; the end of a text, which is what
-is asked for, is the same at all lengths.
+A cell is a prompt length and an answer length, with every method once per repeat, in turns. All answers have exactly
+the length asked for. A repeat is another text, because how much is accepted depends on it; what is asked for at the end
+of a text is the same at all lengths.
 """
 
 import time
@@ -29,6 +29,8 @@ SHORTEST_ANSWER = 2
 # The first token may be one that a text has to begin with, the second is of the text.
 SHORTEST_PROMPT = 2
 _WARM_UP_TOKENS = 8
+# Letters of a prompt that 64 tokens hold whole, about.
+_SHORT = 200
 
 
 @dataclass(frozen=True)
@@ -124,23 +126,25 @@ def fitting_lengths(target: Any, drafter: Any, prompt_lengths: Sequence[int], an
 
 def prompt_of_length(tokenizer: Any, length: int, repeat: int = 0) -> torch.LongTensor:
     """
-    The package's own prompts, joined to one message and cut at its beginning; a text's first token stays the first.
+    A short prompt of the package's own, after the others as a system message, which is cut at its beginning: the same
+    is asked for at all lengths, as far as it fits. A text's first token stays the first.
 
     Args:
         length (`int`): Tokens wanted.
-        repeat (`int`, *optional*, defaults to 0): Which prompt stands at the end.
+        repeat (`int`, *optional*, defaults to 0): Another prompt for each.
 
     Returns:
         `torch.LongTensor` of shape `(1, length)`
     """
     texts = ["\n\n".join(prompt.turns) for prompt in load_prompt_set(EMBEDDED)]
-    at_end = (repeat + 1) % len(texts)
-    texts = [*texts[at_end:], *texts[:at_end]]
+    short = [text for text in texts if len(text) <= _SHORT]
+    asked = short[repeat % len(short)]
+    others = [text for text in texts if text != asked]
     while True:
-        ids = encode_prompt(tokenizer, "\n\n".join(texts))
+        ids = encode_prompt(tokenizer, asked, system="\n\n".join(others))
         if ids.shape[1] >= length:
             return torch.cat([ids[:, :1], ids[:, ids.shape[1] - length + 1 :]], dim=-1)
-        texts += texts
+        others += others
 
 
 @contextmanager
