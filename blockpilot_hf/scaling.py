@@ -52,11 +52,14 @@ class Cell:
 
 
 @dataclass
-class Caches:
-    """The caches that the passes of a call went through, once it is over."""
+class Watched:
+    """
+    The caches that the passes of a call went through, and the process's seconds of processor when the prefill was done.
+    """
 
     target: Any = None
     drafter: Any = None
+    prefilled_cpu_s: float | None = None
 
 
 @dataclass
@@ -148,13 +151,15 @@ def prompt_of_length(tokenizer: Any, length: int, repeat: int = 0) -> torch.Long
 
 
 @contextmanager
-def watched_caches(target: Any, drafter: Any) -> Iterator[Caches]:
+def watched_caches(target: Any, drafter: Any) -> Iterator[Watched]:
     """Note the caches of a call's passes. A drafter that is no model has none."""
-    caches = Caches()
+    seen = Watched()
 
     def note(name: str) -> Any:
         def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            setattr(caches, name, getattr(output, "cache", None))
+            setattr(seen, name, getattr(output, "cache", None))
+            if seen.prefilled_cpu_s is None:
+                seen.prefilled_cpu_s = time.process_time()
 
         return hook
 
@@ -165,7 +170,7 @@ def watched_caches(target: Any, drafter: Any) -> Iterator[Caches]:
         if isinstance(model, torch.nn.Module)
     ]
     try:
-        yield caches
+        yield seen
     finally:
         for handle in handles:
             handle.remove()
@@ -230,8 +235,8 @@ def _measured(
     method: Method, target: Any, drafter: Any, ids: torch.LongTensor, answer_length: int, seed: int
 ) -> dict[str, Any]:
     """One call, with exactly as many new tokens."""
-    cpu_s = time.process_time()
-    with watched_caches(target, drafter) as caches, peak_memory(target.device) as peak:
+    with watched_caches(target, drafter) as seen, peak_memory(target.device) as peak:
+        started_cpu_s = time.process_time()
         answer = timed_answer(
             method,
             target,
@@ -241,13 +246,15 @@ def _measured(
             min_new_tokens=answer_length,
             do_sample=False,
         )
-    cpu_s = time.process_time() - cpu_s
+        ended_cpu_s = time.process_time()
+    assert seen.prefilled_cpu_s is not None, "there is no call without a prefill"
     parts = (answer.draft_s, answer.verify_s)
     known = None if None in parts else sum(part for part in parts if part is not None)
     return {
         "total_s": answer.total_s,
-        # Of all threads: on a CPU, less than the seconds of all of them means that others had the machine too.
-        "cpu_s": cpu_s,
+        # Of the processor, all threads together: on a CPU they hold where others have the machine too.
+        "cpu_s": ended_cpu_s - started_cpu_s,
+        "decode_cpu_s": ended_cpu_s - seen.prefilled_cpu_s,
         "prefill_s": answer.prefill_s,
         "policy_s": answer.policy_s,
         "decode_s": answer.decode_s,
@@ -259,17 +266,17 @@ def _measured(
         "num_steps": answer.num_steps,
         "acceptance_length": answer.acceptance_length,
         "peak_memory_bytes": peak.num_bytes,
-        "target_cache_bytes": cache_bytes(caches.target),
-        "drafter_cache_bytes": cache_bytes(caches.drafter),
+        "target_cache_bytes": cache_bytes(seen.target),
+        "drafter_cache_bytes": cache_bytes(seen.drafter),
     }
 
 
 __all__ = [
     "ANSWER_LENGTHS",
     "PROMPT_LENGTHS",
-    "Caches",
     "Cell",
     "Lengths",
+    "Watched",
     "cache_bytes",
     "cell_of",
     "fitting_lengths",

@@ -17,18 +17,37 @@ _WITH = {"prompt_length": "answers", "answer_length": "prompts"}
 
 
 def time_table(record: Mapping[str, Any], sweep: Mapping[str, Any]) -> Table:
-    """Milliseconds per token of decoding, prefill aside, and tokens per pass of the target."""
+    """Milliseconds per token of decoding, prefill aside, and tokens per step."""
+    per_token, _, of = clock(record)
     rest = _others(record)
     header = [_noun(sweep), *map(_title(record), record["methods"]), *(f"tau, {_title(record)(name)}" for name in rest)]
     rows = [
         [
             f"{length:,}",
-            *(_scaled(_of(sweep, name, "time_per_token_s", i), 1e3) for name in record["methods"]),
+            *(_scaled(_of(sweep, name, per_token, i), 1e3) for name in record["methods"]),
             *(_number(_of(sweep, name, "acceptance_length", i), 2) for name in rest),
         ]
         for i, length in enumerate(sweep["lengths"])
     ]
-    return Table(f"{described_sweep(sweep)}: milliseconds per token of decoding, after the prefill", header, rows)
+    return Table(f"{described_sweep(sweep)}: milliseconds{of} per token of decoding, after the prefill", header, rows)
+
+
+def steps_table(record: Mapping[str, Any], sweep: Mapping[str, Any]) -> Table:
+    """Milliseconds per step, which no acceptance plays a part in, and what of it no model takes."""
+    _, per_step, of = clock(record)
+    names = list(record["methods"])
+    header = [_noun(sweep), *map(_title(record), names), *(f"rest, {_title(record)(name)}" for name in names)]
+    rows = [
+        [
+            f"{length:,}",
+            *(_scaled(_of(sweep, name, per_step, i), 1e3) for name in names),
+            *(_scaled(_of(sweep, name, "overhead_per_step_s", i), 1e3) for name in names),
+        ]
+        for i, length in enumerate(sweep["lengths"])
+    ]
+    return Table(
+        f"{described_sweep(sweep)}: milliseconds{of} per step, and the rest beside the models' passes", header, rows
+    )
 
 
 def call_table(record: Mapping[str, Any], sweep: Mapping[str, Any]) -> Table:
@@ -65,43 +84,43 @@ def memory_table(record: Mapping[str, Any], sweep: Mapping[str, Any]) -> Table:
 
 
 def growth_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """For each axis, what ours takes next to plain at the shortest and at the longest length, and the verdict."""
+    """For each axis, what our default takes next to plain at the shortest and at the longest length."""
     ours = default_name(record)
     for sweep in record["summary"]:
         where = f"{_noun(sweep).capitalize()} of {sweep['lengths'][0]:,} to {sweep['lengths'][-1]:,} tokens"
         if len(sweep["lengths"]) < 2:
             yield f"{where}: a single length, so nothing can be said of growth."
             continue
-        for measure, what in (("time_per_token_s", "time per token"), ("peak_memory_bytes", "memory")):
+        for measure, what in _growing(record).items():
             told = sweep["growth"][ours][measure]
             if told is None:
                 yield f"{where}, {what}: not measured here."
                 continue
-            verdict = (
-                f"grows {number(told['growth'], 2)} times as much as plain's"
-                if told["growth"] > TOLERANCE
-                else f"no growth that plain has not ({number(told['growth'], 2)} times its own)"
-            )
+            taus = [sweep["methods"][ours]["acceptance_length"][i] for i in (0, -1)]
+            tau = f" (tau {_number(taus[0], 2)} and {_number(taus[1], 2)})" if what == "time per token" else ""
             yield (
-                f"{where}, {what}: {_title(record)(ours)} {verdict}; {number(told['shortest'], 2)} times plain's at "
-                f"the shortest, {number(told['longest'], 2)} at the longest."
+                f"{where}, {what}: {_title(record)(ours)} takes {number(told['shortest'], 2)} times plain's at the "
+                f"shortest and {number(told['longest'], 2)} times at the longest{tau}; growth over plain's "
+                f"{number(told['growth'], 2)}."
             )
 
 
 def growth_verdict(record: Mapping[str, Any]) -> str:
     """All in one sentence, with the largest growth found."""
-    ours, worst = default_name(record), []
-    for sweep in record["summary"]:
-        for measure, what in (("time_per_token_s", "time per token"), ("peak_memory_bytes", "memory")):
-            if (told := sweep["growth"][ours][measure]) is not None:
-                worst.append((told["growth"], f"{what} with the length of {_noun(sweep)}"))
-    if not worst:
+    ours = default_name(record)
+    found = [
+        (told["growth"], f"{what} over {_noun(sweep)} of rising length")
+        for sweep in record["summary"]
+        for measure, what in _growing(record).items()
+        if (told := sweep["growth"][ours][measure]) is not None
+    ]
+    if not found:
         return "Growth: too little was measured to tell."
-    most, what = max(worst)
-    known = f"at most {number(most, 2)} times plain's own growth ({what})"
-    if most <= TOLERANCE:
-        return f"Growth: none that plain generate has not; {known}."
-    return f"Growth: more than plain generate's; {known}."
+    most, where = max(found)
+    beyond = [f"{number(growth, 2)} ({what})" for growth, what in found if growth > TOLERANCE]
+    if not beyond:
+        return f"Growth: none that plain generate has not; at most {number(most, 2)} times its own ({where})."
+    return f"Growth beyond plain generate's own, times: {', '.join(beyond)}."
 
 
 def described_scaling(record: Mapping[str, Any]) -> Iterator[str]:
@@ -123,10 +142,10 @@ def described_scaling(record: Mapping[str, Any]) -> Iterator[str]:
     if run.get("status", "whole") != "whole":
         yield "This run was stopped before it was through: figures are of what was done."
     yield from (f"left out: {one}" for one in settings.get("left_out", ()))
-    if (share := busy_share(record)) is not None and share < _ALONE:
+    if (share := busy_share(record)) is not None and is_shared(record):
         yield (
             f"The process had {100 * share:.0f} % of the time of its {counted(machine['num_threads'], 'thread')}: "
-            "others had the machine too, so seconds are too long and unsteady."
+            "others had the machine too. Time per token and step is that of the processor; other seconds are too long."
         )
     if run.get("notes"):
         yield f"note: {run['notes']}"
@@ -135,11 +154,29 @@ def described_scaling(record: Mapping[str, Any]) -> Iterator[str]:
 def busy_share(record: Mapping[str, Any]) -> float | None:
     """On a CPU, processor seconds over seconds of all threads, of all calls; `None` elsewhere."""
     machine = record["meta_info"]["machine"]
-    calls = [call for cell in record["cells"] for call in cell.get("calls", {}).values()]
-    total = sum(call.get("total_s", 0.0) for call in calls)
+    calls = [call for cell in record["cells"] for call in cell["calls"].values()]
+    total = sum(call["total_s"] for call in calls)
     if machine.get("device") != "cpu" or not machine.get("num_threads") or not total:
         return None
-    return sum(call.get("cpu_s", 0.0) for call in calls) / (total * machine["num_threads"])
+    return sum(call["cpu_s"] for call in calls) / (total * machine["num_threads"])
+
+
+def is_shared(record: Mapping[str, Any]) -> bool:
+    """Whether others had the machine too, so much that seconds on the wall say little."""
+    share = busy_share(record)
+    return share is not None and share < _ALONE
+
+
+def clock(record: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The measures of time per token and per step that hold, and what sets them apart, in words."""
+    if is_shared(record):
+        return "cpu_per_token_s", "cpu_per_step_s", " of processor time"
+    return "time_per_token_s", "time_per_step_s", ""
+
+
+def _growing(record: Mapping[str, Any]) -> dict[str, str]:
+    per_token, per_step, _ = clock(record)
+    return {per_token: "time per token", per_step: "time per step", "peak_memory_bytes": "memory"}
 
 
 def told_scaling(record: Mapping[str, Any]) -> Iterator[Table | str]:
@@ -147,11 +184,12 @@ def told_scaling(record: Mapping[str, Any]) -> Iterator[Table | str]:
     yield from described_scaling(record)
     for sweep in record["summary"]:
         yield time_table(record, sweep)
+        yield steps_table(record, sweep)
         yield call_table(record, sweep)
         yield memory_table(record, sweep)
     yield (
-        "Medians over texts. Tau: tokens per pass of the target after the prefill; it differs from text to text, and "
-        "with it the time of a token. MB: 10^6 bytes, beyond what was held before the call."
+        "Medians over texts. A step is a pass of the target after the prefill with its draft; tau: tokens per step. "
+        "Tau differs from text to text, and with it the time of a token. MB: 10^6 bytes beyond what was held before."
     )
     yield from growth_lines(record)
     yield growth_verdict(record)
@@ -202,12 +240,15 @@ __all__ = [
     "TOLERANCE",
     "busy_share",
     "call_table",
+    "clock",
     "default_name",
     "described_axis",
     "described_scaling",
     "growth_lines",
     "growth_verdict",
+    "is_shared",
     "memory_table",
+    "steps_table",
     "time_table",
     "told_scaling",
 ]

@@ -6,14 +6,10 @@ from typing import Any
 
 from .benchmark_methods import PLAIN
 from .plot_style import GREY, RED, bare, new_figure, save_figure
-from .scaling_display import default_name, described_axis
+from .scaling_display import clock, default_name, described_axis
 from .units import require_extra
 
 SCALING_PLOT = "scaling.png"
-_ROWS = (
-    ("time_per_token_s", 1e3, "ms per token of decoding"),
-    ("peak_memory_bytes", 1e-6, "peak memory of a call (MB)"),
-)
 
 
 def draw_scaling(record: Mapping[str, Any], folder: Path, *, prefix: str = "") -> list[Path]:
@@ -33,11 +29,15 @@ def draw_scaling(record: Mapping[str, Any], folder: Path, *, prefix: str = "") -
     require_extra("matplotlib")
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    sweeps = record["summary"]
+    sweeps, (per_token, _, of) = record["summary"], clock(record)
+    rows = (
+        (per_token, 1e3, f"ms{of} per token, decoding"),
+        ("peak_memory_bytes", 1e-6, "peak memory of a call (MB)"),
+    )
     figure = new_figure(3.5 * len(sweeps), 5.2)
-    panels = figure.subplots(len(_ROWS), len(sweeps), squeeze=False, sharex="col", sharey="row")
+    panels = figure.subplots(len(rows), len(sweeps), squeeze=False, sharex="col", sharey="row")
     lines: dict[str, Any] = {}
-    for (measure, factor, label), of_measure in zip(_ROWS, panels, strict=True):
+    for (measure, factor, label), of_measure in zip(rows, panels, strict=True):
         for sweep, axes in zip(sweeps, of_measure, strict=True):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")

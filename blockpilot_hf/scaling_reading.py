@@ -68,6 +68,12 @@ def _problems(record: Mapping[str, Any]) -> Iterator[str]:
     if PLAIN not in record["methods"]:
         yield f"`methods` lacks `{PLAIN}`, which the others are compared with"
     others = [name for name in record["methods"] if name != PLAIN]
+    if not others:
+        yield f"`methods` holds nothing beside `{PLAIN}`"
+    for i, cell in enumerate(record["cells"]):
+        yield from _lacking(f"`cells`, entry {i}", cell, ("calls",))
+        for name, call in cell["calls"].items():
+            yield from _lacking(f"`cells`, entry {i}, {name}", call, ("total_s", "cpu_s"))
     if not record["summary"]:
         yield "`summary` is empty"
     for i, sweep in enumerate(record["summary"]):

@@ -13,14 +13,23 @@ MEASURES = (
     "total_s",
     "cpu_s",
     "acceptance_length",
-    "num_steps",
+    "time_per_step_s",
+    "cpu_per_token_s",
+    "cpu_per_step_s",
     "overhead_per_step_s",
     "peak_memory_bytes",
     "target_cache_bytes",
     "drafter_cache_bytes",
 )
 # What must not grow faster than plain's.
-GROWTH = ("time_per_token_s", "peak_memory_bytes")
+# Of these, steps tell what lengths alone do: how many tokens a step gives is up to the text.
+GROWTH = ("time_per_token_s", "time_per_step_s", "cpu_per_token_s", "cpu_per_step_s", "peak_memory_bytes")
+_PER = {
+    "time_per_step_s": ("decode_s", "step"),
+    "cpu_per_token_s": ("decode_cpu_s", "token"),
+    "cpu_per_step_s": ("decode_cpu_s", "step"),
+    "overhead_per_step_s": ("other_s", "step"),
+}
 AXES = ("prompt_length", "answer_length")
 
 
@@ -80,9 +89,11 @@ def _growth(by_length: Sequence[Sequence[Mapping[str, Any]]], name: str, measure
 
 
 def _value(call: Mapping[str, Any], measure: str) -> float | None:
-    if measure == "overhead_per_step_s":
-        return None if call["other_s"] is None or not call["num_steps"] else call["other_s"] / call["num_steps"]
-    return call[measure]
+    if measure not in _PER:
+        return call[measure]
+    seconds, count = _PER[measure]
+    number = call["num_new_tokens"] - 1 if count == "token" else call["num_steps"]
+    return None if call[seconds] is None or not number else call[seconds] / number
 
 
 def _median(values: Sequence[float | None]) -> float | None:

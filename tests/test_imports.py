@@ -78,6 +78,7 @@ ORDER = [
     "scaling_plot",
     "export",
     "benchmark_card",
+    "scaling_card",
     "card_parts",
     "card_results",
     "recipe_card",
