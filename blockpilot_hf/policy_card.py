@@ -20,6 +20,7 @@ from .evaluation_display import (
     temperature_name,
 )
 from .evaluation_rules import ENOUGH_PROMPTS
+from .scaling_card import scaling_section
 from .throughput import FLIGHT, LOOKUP_FLIGHT
 from .throughput_card import throughput_section
 
@@ -33,6 +34,7 @@ def policy_card(
     training: dict[str, Any] | None = None,
     throughput: Mapping[str, dict[str, Any]] | None = None,
     benchmarks: Sequence[dict[str, Any]] = (),
+    scalings: Sequence[dict[str, Any]] = (),
 ) -> str:
     """
     A policy's `README.md`.
@@ -43,6 +45,7 @@ def policy_card(
         training (`dict`, *optional*): Of `blockpilot train-policy`, as in `training.json`.
         throughput (`Mapping[str, dict]`, *optional*): Of `blockpilot evaluate --objective throughput`, by file name.
         benchmarks (`Sequence[dict]`, *optional*): Of `blockpilot benchmark`.
+        scalings (`Sequence[dict]`, *optional*): Of `blockpilot scaling`.
 
     Raises:
         `ValueError`: if the record has several policies and none of that name.
@@ -92,7 +95,7 @@ was chosen on the training prompts; the best per text cannot be had without deco
 
 Command: `{record["run_info"]["command"]}`. Weights (fingerprints): policy `{known[policy]["fingerprint"]}`, drafter
 `{sweep["drafter_fingerprint"]}`, target `{sweep["target_fingerprint"]}`. By prompt: `evaluation.json`.
-{_section(benchmark_section(benchmarks))}{_section(throughput_section(list(throughput.values())))}{_costs(record["costs"])}{_training(training)}
+{_section(benchmark_section(benchmarks))}{_section(scaling_section(scalings))}{_section(throughput_section(list(throughput.values())))}{_costs(record["costs"])}{_training(training)}
 ## Limits
 
 {FIT}
