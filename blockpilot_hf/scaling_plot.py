@@ -31,7 +31,7 @@ def draw_scaling(record: Mapping[str, Any], folder: Path, *, prefix: str = "") -
 
     sweeps, (per_token, _, of) = record["summary"], clock(record)
     rows = (
-        (per_token, 1e3, f"ms{of} per token, decoding"),
+        (per_token, 1e3, f"ms{of} per token"),
         ("peak_memory_bytes", 1e-6, "peak memory of a call (MB)"),
     )
     figure = new_figure(3.5 * len(sweeps), 5.2)
