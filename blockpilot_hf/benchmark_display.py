@@ -1,6 +1,6 @@
 """A benchmark's record in words and tables: for a terminal of 80 columns, in Markdown, and as one README table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .benchmark_reading import (
@@ -200,10 +200,15 @@ def told_benchmark(record: Mapping[str, Any]) -> Iterator[Table | str]:
 
 
 def markdown_report(record: Mapping[str, Any]) -> str:
-    """The same in Markdown; successive lines become a list."""
+    """The same in Markdown."""
+    return markdown_parts(told_benchmark(record))
+
+
+def markdown_parts(parts: Iterable[Table | str]) -> str:
+    """Tables and lines in Markdown; successive lines become a list."""
     blocks: list[str] = []
     was_line = False
-    for part in told_benchmark(record):
+    for part in parts:
         if isinstance(part, Table):
             blocks.append(_escaped(part).markdown)
         elif was_line:
@@ -337,6 +342,7 @@ __all__ = [
     "gains_table",
     "groups_table",
     "legend_lines",
+    "markdown_parts",
     "markdown_report",
     "not_run_lines",
     "readme_table",

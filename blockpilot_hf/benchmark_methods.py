@@ -19,7 +19,8 @@ from .peer_dflash import peer_drafter, peer_generate
 from .trace import DecodeTrace
 
 PLAIN, STOCK_DFLASH, PROMPT_LOOKUP, DFLASH = "plain", "stock_dflash", "prompt_lookup", "dflash"
-PAPER, SECONDS, FLIGHT, FLIGHT_DRAWN = "paper", "seconds", "flight", "flight_drawn"
+PAPER, SECONDS = "paper", "seconds"
+FLIGHT, FLIGHT_DRAFTS, FLIGHT_DRAWN = "flight", "flight_drafts", "flight_drawn"
 # What the documentation of transformers uses.
 LOOKUP_TOKENS = 10
 
@@ -35,7 +36,7 @@ class Answer:
         draft_s, verify_s (`float`, *optional*): Of all drafting and of all verifying passes, where they are known.
         num_steps (`int`): Passes of the target after the prefill.
         block_size (`int`, *optional*): That the answer began with.
-        steps (`list`, *optional*): Drafted size, verified width and accepted count of every step.
+        steps (`list`, *optional*): [`StepRecord.cost_counts`] of every step.
     """
 
     new_ids: tuple[int, ...]
@@ -174,7 +175,7 @@ def _of_trace(new_ids: tuple[int, ...], total_s: float, trace: DecodeTrace) -> A
         verify_s=sum(verify or 0.0 for _, verify in timed) if is_known else None,
         num_steps=len(trace.steps),
         block_size=trace.block_size,
-        steps=[[len(step.draft_ids) + 1, step.verify_width, step.num_accepted] for step in trace.steps],
+        steps=[step.cost_counts for step in trace.steps],
     )
 
 
@@ -238,6 +239,9 @@ def make_methods(
         else Method("by seconds, per prompt", "ours", reason="no policy was named (`--policy`)")
     )
     given = False if policy is None else policy
+    methods[FLIGHT_DRAFTS] = Method(
+        "in flight, drafts alone", "ours", ours(policy=given, adapt="flight", lookup=False, **by_table)
+    )
     methods[FLIGHT] = Method("in flight", "ours", ours(policy=given, adapt="flight", **by_table), is_default=True)
     methods[FLIGHT_DRAWN] = Method(
         "in flight, drafts drawn",
@@ -269,6 +273,7 @@ def _dflash_method(target: Any, drafter: Any) -> Method:
 __all__ = [
     "DFLASH",
     "FLIGHT",
+    "FLIGHT_DRAFTS",
     "FLIGHT_DRAWN",
     "PAPER",
     "PLAIN",

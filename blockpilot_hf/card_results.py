@@ -9,6 +9,7 @@ from .card_parts import TASK
 from .display import counted
 from .evaluation_display import temperature_name
 from .export import NAMESPACE
+from .throughput import FLIGHT, LOOKUP_FLIGHT
 
 # What pages of the Hub show; the records have them all.
 _DIGITS = 3
@@ -60,17 +61,15 @@ def policy_results(
         timed = of_file["timed"]
         for result in [*(of_file["results"] if timed is None else []), *([timed] if timed else [])]:
             judged = result["groups"]["all"]
-            told = judged["rules"].get(f"flight {policy}")
-            if told is None:
-                continue
             data = f"costs: {result['source']}"
             if timed is not None:
                 data = f"{result['dtype']}, {counted(result['machine']['num_threads'], 'thread')}"
             kind = f"{temperature_name(result['temperature'])}, {'simulated' if timed is None else 'timed'}"
-            name = "Speed over plain decoding, every step decides"
-            yield _result(
-                kind, "all", "speedup", name, told["speedup"], judged["num_prompts"], (repository, source), data
-            )
+            names = {FLIGHT: "every step decides, without copies from the text", LOOKUP_FLIGHT: "every step decides"}
+            for rule, name in names.items():
+                if told := judged["rules"].get(f"{rule} {policy}"):
+                    name, number = f"Speed over plain decoding, {name}", judged["num_prompts"]
+                    yield _result(kind, "all", "speedup", name, told["speedup"], number, (repository, source), data)
 
 
 def _result(

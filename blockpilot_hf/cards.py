@@ -1,7 +1,7 @@
 """Cards of the recipe, the embedded drafter and its policies, rendered from the records that lie beside the weights.
 
-Figures in a card come from `validation.json`, `evaluation.json`, `training.json`, `throughput*.json` and
-`benchmark*.json`, never from a keyboard.
+Figures in a card come from `validation.json`, `evaluation.json`, `training.json`, `throughput*.json`,
+`benchmark*.json` and `scaling*.json`, never from a keyboard.
 """
 
 import json
@@ -15,6 +15,7 @@ from .embedded import EMBEDDED_DRAFTER_NAME, EMBEDDED_PAPER_POLICY_NAME, EMBEDDE
 from .export import RECIPE_NAME
 from .policy_card import policy_card
 from .recipe_card import recipe_card
+from .scaling_card import SCALINGS
 from .throughput_card import RECORDS
 
 
@@ -37,7 +38,8 @@ def card_of_policy(folder: Path) -> str:
     known = _read(training) if training.is_file() else None
     throughput = {path.name: _read(path) for path in sorted(folder.glob(RECORDS))}
     benchmarks = [_read(path) for path in sorted(folder.glob(BENCHMARKS))]
-    return policy_card(_read(folder / "evaluation.json"), folder.name, known, throughput, benchmarks)
+    scalings = [_read(path) for path in sorted(folder.glob(SCALINGS))]
+    return policy_card(_read(folder / "evaluation.json"), folder.name, known, throughput, benchmarks, scalings)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from .cli_hub import export_command, push_command
 from .cli_policy import train_policy_command
 from .cli_prepare import prepare
 from .cli_report import report_command
+from .cli_scaling import scaling_command
 from .cli_sweep import check_replay_command, sweep
 from .cli_train import train_drafter
 from .cli_verify import verify
@@ -55,7 +56,8 @@ app.command("calibrate", short_help="Measure what passes cost here, for decision
 app.command("train-policy", short_help="Train a policy on a sweep.")(train_policy_command)
 app.command("evaluate", short_help="What policies are worth on prompts that no training saw.")(evaluate_command)
 app.command("benchmark", short_help="Time plain generate, peers and our rules side by side.")(benchmark_command)
-app.command("report", short_help="Benchmark records as tables and pictures.")(report_command)
+app.command("scaling", short_help="What calls cost by the length of prompt and answer.")(scaling_command)
+app.command("report", short_help="Records of both as tables and pictures.")(report_command)
 app.command("export", short_help="Write the Hub repositories to a folder.")(export_command)
 app.command("push", short_help="Upload the Hub repositories.")(push_command)
 

@@ -123,8 +123,8 @@ def benchmark_command(
     require_extra("scipy.stats")
     given = {"limit": limit, "max_new_tokens": max_new_tokens, "temperatures": temperatures}
     chosen = {**_DEFAULTS, **(_PRESETS[preset] if preset else {}), **{k: v for k, v in given.items() if v is not None}}
-    heats = _numbers(chosen["temperatures"], float, "--temperatures")
-    sizes = _numbers(block_sizes, int, "--block-sizes")
+    heats = parse_numbers(chosen["temperatures"], float, "--temperatures")
+    sizes = parse_numbers(block_sizes, int, "--block-sizes")
     if any(heat < 0 for heat in heats) or any(size < 1 for size in sizes):
         raise ValueError("`--temperatures` takes numbers from 0, `--block-sizes` whole numbers from 1.")
     sets = {name: load_prompt_set(name, chosen["limit"]) for name in dict.fromkeys(prompts or [EMBEDDED])}
@@ -145,7 +145,7 @@ def benchmark_command(
         )
         known = _chosen_methods(known, methods)
         settings = {"max_new_tokens": chosen["max_new_tokens"], "seed": seed, "warm_up_tokens": WARM_UP_TOKENS}
-        meta = _meta(model, pilot, policies, target, drafter)
+        meta = pair_facts(model, pilot, policies, target, drafter)
         run = {
             **settings,
             "target": meta["target"],
@@ -190,7 +190,7 @@ def benchmark_command(
         "run_info": {
             **run_info(),
             "started_utc": started,
-            "commit": _commit(),
+            "commit": checkout_commit(),
             "status": status,
             "num_processes": processes.count,
         },
@@ -219,8 +219,8 @@ def benchmark_command(
         raise KeyboardInterrupt
 
 
-def _numbers(text: str, kind: type, option: str) -> list[Any]:
-    """Without repetition, in the order given."""
+def parse_numbers(text: str, kind: type, option: str) -> list[Any]:
+    """Numbers separated by commas, without repetition, in the order given."""
     try:
         return list(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
     except ValueError:
@@ -251,7 +251,10 @@ def _chosen_methods(known: dict[str, Method], methods: str | None) -> dict[str, 
     return {name: method for name, method in known.items() if name in (PLAIN, *names)}
 
 
-def _meta(model: Any, pilot: Any, policies: dict[str, Any], target: str | None, drafter: str | None) -> dict[str, Any]:
+def pair_facts(
+    model: Any, pilot: Any, policies: dict[str, Any], target: str | None, drafter: str | None
+) -> dict[str, Any]:
+    """What was measured, and on what, for records."""
     own = pilot.drafter
     is_model = isinstance(own, torch.nn.Module)
     return {
@@ -277,7 +280,7 @@ def _meta(model: Any, pilot: Any, policies: dict[str, Any], target: str | None, 
     }
 
 
-def _commit() -> str | None:
+def checkout_commit() -> str | None:
     """Of the checkout that this package runs from, if it is one."""
     try:
         found = subprocess.run(
@@ -288,4 +291,4 @@ def _commit() -> str | None:
     return found.stdout.strip()
 
 
-__all__ = ["RECORD", "Preset", "benchmark_command"]
+__all__ = ["RECORD", "Preset", "benchmark_command", "checkout_commit", "pair_facts", "parse_numbers"]

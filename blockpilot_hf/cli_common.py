@@ -47,9 +47,17 @@ Policy = Annotated[
 Adapt = Annotated[
     str | None,
     typer.Option(
-        help="flight: each step decides how much to draft and to verify. prompt: one block size for the whole answer.",
+        help="flight: each step decides what to draft, copy and verify. prompt: one block size for the whole answer.",
         metavar="|".join(ADAPT),
         show_default="flight; prompt with a policy that names one size",
+    ),
+]
+UseLookup = Annotated[
+    bool | None,
+    typer.Option(
+        "--lookup/--no-lookup",
+        help="In flight, whether a step may copy what followed the same tokens earlier in prompt and answer.",
+        show_default="it may",
     ),
 ]
 Costs = Annotated[
@@ -143,6 +151,7 @@ def load_pilot(
     *,
     pack: bool = True,
     adapt: str | None = None,
+    lookup: bool | None = None,
     costs: Path | None = None,
 ) -> BlockPilot:
     """
@@ -152,7 +161,7 @@ def load_pilot(
         drafter (`str`, *optional*): What `--drafter` takes; the embedded one by default.
         policy (`str`, *optional*): Folder, Hub id, or `none`; by default the one that the drafter names.
         pack (`bool`): `False` keeps the embedded drafter's linear layers as torch has them.
-        adapt, costs: As in [`BlockPilot`].
+        adapt, lookup, costs: As in [`BlockPilot`].
 
     Raises:
         `ValueError`: for a share out of range, and for a policy or drafter that is none.
@@ -164,7 +173,7 @@ def load_pilot(
     elif policy is not None:
         with _naming("--policy", policy):
             chosen = load_policy(policy)
-    how: dict[str, Any] = {"adapt": adapt, "costs": costs}
+    how: dict[str, Any] = {"adapt": adapt, "lookup": lookup, "costs": costs}
     if drafter in (None, EMBEDDED):
         pilot = BlockPilot.from_pretrained(policy=chosen, dtype=target.dtype, pack=None if pack else False, **how)
         pilot.drafter.to(target.device)

@@ -11,7 +11,7 @@ import torch
 import typer
 from transformers.generation.streamers import BaseStreamer
 
-from .checks import check_adapt
+from .checks import check_adapt, check_lookup
 from .cli_answers import Answer, answer_name, record_of, summary_of
 from .cli_common import (
     EMBEDDED,
@@ -26,6 +26,7 @@ from .cli_common import (
     Seed,
     Target,
     Temperature,
+    UseLookup,
     check_names,
     load_pilot,
     load_target,
@@ -36,6 +37,8 @@ from .cli_common import (
 from .cli_console import Marks, Screen, held_notes, working
 from .cli_measure import Measurement, measure
 from .display import (
+    PLAIN_SYMBOLS,
+    SYMBOLS,
     PieceStream,
     acceptance_line,
     are_accepted,
@@ -70,6 +73,7 @@ def generate(
     policy: Policy = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Fix the block size; 1 is plain decoding.")] = None,
     adapt: Adapt = None,
+    lookup: UseLookup = None,
     costs: Costs = None,
     system: Annotated[
         str | None, typer.Option(help="System message.", show_default="that of the target's chat template")
@@ -99,9 +103,10 @@ def generate(
     """Answer each PROMPT, streamed, and say which block size was used and how many drafted tokens were accepted."""
     check_names(target, drafter, policy, dtype)
     check_adapt(adapt, block_size)
+    check_lookup(lookup, "prompt" if block_size is not None else adapt)
     chosen = _chosen_prompts(prompt or [], prompts, limit, samples)
     model, tokenizer = load_target(target, dtype, pack=pack)
-    pilot = load_pilot(drafter, policy, model, pack=pack, adapt=adapt, costs=costs)
+    pilot = load_pilot(drafter, policy, model, pack=pack, adapt=adapt, lookup=lookup, costs=costs)
     screen = Screen(Marks.NONE if quiet and marks == Marks.AUTO else marks, is_quiet=quiet)
     settings = {**sampling_settings(temperature), "max_new_tokens": max_new_tokens}
     answering = _Answering(model, tokenizer, pilot, screen, system, block_size, seed, settings)
@@ -212,8 +217,9 @@ class _Answering:
             if self.explains_marks:
                 screen.line(screen.legend)
         elif screen.marks == Marks.STRIP and any(step.draft_ids for step in trace.steps):
-            symbols = ("▮", "·", "…") if screen.can_print_symbols else ("#", ".", "+")
-            legend = f": {symbols[0]} drafted and accepted, {symbols[1]} the target's own"
+            symbols = SYMBOLS if screen.can_print_symbols else PLAIN_SYMBOLS
+            copied = f"{symbols[1]} copied, " if any(step.source == "lookup" for step in trace.steps) else ""
+            legend = f": {symbols[0]} drafted and accepted, {copied}{symbols[2]} the target's own"
             screen.line(f"tokens by step{legend if self.explains_marks else ''}")
             for line in step_strip(trace, width=screen.width - 2, symbols=symbols):
                 screen.line(f"  {line}")

@@ -1,8 +1,8 @@
-"""`blockpilot report`: tables and pictures of benchmark records, from this machine or another."""
+"""`blockpilot report`: tables and pictures of benchmark and scaling records, from this machine or another."""
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from enum import Enum
 from pathlib import Path
@@ -10,12 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from .benchmark_display import compared_table, fitted, markdown_report, readme_table, told_benchmark
+from .benchmark_display import compared_table, fitted, markdown_parts, readme_table, told_benchmark
 from .benchmark_latex import latex_table
 from .benchmark_plots import check_plots, draw_benchmark
 from .benchmark_reading import read_record, record_labels
 from .cli_console import TABLE_WIDTH, Screen
 from .evaluation_display import Table
+from .scaling_display import told_scaling
+from .scaling_plot import draw_scaling
+from .scaling_reading import is_scaling_record, read_scaling_record
 from .units import require_extra
 
 
@@ -31,7 +34,10 @@ def report_command(
     records: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RECORD...", exists=True, dir_okay=False, help="Records that `blockpilot benchmark` wrote."
+            metavar="RECORD...",
+            exists=True,
+            dir_okay=False,
+            help="Records that `blockpilot benchmark` wrote, or that `blockpilot scaling` wrote.",
         ),
     ],
     format: Annotated[ReportFormat, typer.Option(help="What tables are written as.")] = ReportFormat.TERMINAL,
@@ -43,15 +49,20 @@ def report_command(
     ] = None,
 ) -> None:
     """
-    Show benchmark records as tables and pictures. Several records, say one per dtype, get one table together first.
-    Only the files are read: no model is loaded, and nothing is measured.
+    Show records as tables and pictures. Several of benchmarks, say one per dtype, get one table together first. Only
+    the files are read: no model is loaded, and nothing is measured.
     """
     if plots is not None:
         require_extra("matplotlib")
     _check_output(output, records)
-    read = [read_record(path) for path in records]
+    is_scaling = _are_scaling(records)
+    if is_scaling and format == ReportFormat.LATEX:
+        raise ValueError(
+            "`--format latex` has tables of benchmarks only. Use terminal or markdown for scaling records."
+        )
+    read = [read_scaling_record(path) if is_scaling else read_record(path) for path in records]
     labels = record_labels(read)
-    if plots is not None:
+    if plots is not None and not is_scaling:
         for path, record in zip(records, read, strict=True):
             check_plots(record, path)
     written = _written(read, labels, format)
@@ -59,7 +70,8 @@ def report_command(
     if plots is not None:  # before anything is shown: a closed pipe must not cost the pictures
         plots.mkdir(parents=True, exist_ok=True)
         for record, label in zip(read, labels, strict=True):
-            pictures += draw_benchmark(record, plots, prefix=_slug(label) if len(read) > 1 else "")
+            draw = draw_scaling if is_scaling else draw_benchmark
+            pictures += draw(record, plots, prefix=_slug(label) if len(read) > 1 else "")
     screen = Screen()
     if output is None:
         print(written, end="") if written is not None else _show(screen, read, labels)
@@ -77,7 +89,7 @@ def report_command(
 def show_record(screen: Screen, record: Mapping[str, Any]) -> None:
     """A record's tables and lines on a screen; wide tables in parts that fit."""
     was_line = False
-    for part in told_benchmark(record):
+    for part in _told(record):
         if isinstance(part, Table):
             _show_table(screen, part)
         else:
@@ -85,6 +97,24 @@ def show_record(screen: Screen, record: Mapping[str, Any]) -> None:
                 screen.line()
             screen.line(part)
         was_line = isinstance(part, str)
+
+
+def _is_scaling(record: Mapping[str, Any]) -> bool:
+    return "cells" in record
+
+
+def _told(record: Mapping[str, Any]) -> Iterator[Table | str]:
+    return told_scaling(record) if _is_scaling(record) else told_benchmark(record)
+
+
+def _are_scaling(paths: Sequence[Path]) -> bool:
+    kinds = [is_scaling_record(path) for path in paths]
+    if any(kinds) and not all(kinds):
+        raise ValueError(
+            f"{paths[kinds.index(True)]} is a scaling record and {paths[kinds.index(False)]} is none. Name records "
+            "of one kind."
+        )
+    return any(kinds)
 
 
 def _show_table(screen: Screen, whole: Table) -> None:
@@ -95,7 +125,7 @@ def _show_table(screen: Screen, whole: Table) -> None:
 
 
 def _show(screen: Screen, records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
-    if len(records) > 1:
+    if len(records) > 1 and not _is_scaling(records[0]):
         _show_table(screen, compared_table(records))
     for record, label in zip(records, labels, strict=True):
         if len(records) > 1:
@@ -117,9 +147,9 @@ def _written(records: Sequence[Mapping[str, Any]], labels: Sequence[str], format
         return "\n".join(latex_table(record) for record in records)
     if format == ReportFormat.MARKDOWN:
         if len(records) == 1:
-            return markdown_report(records[0])
-        parts = (f"## {label}\n\n{markdown_report(one)}" for label, one in zip(labels, records, strict=True))
-        return "\n".join([f"{readme_table(records)}\n", *parts])
+            return markdown_parts(_told(records[0]))
+        parts = [f"## {label}\n\n{markdown_parts(_told(one))}" for label, one in zip(labels, records, strict=True)]
+        return "\n".join(parts if _is_scaling(records[0]) else [f"{readme_table(records)}\n", *parts])
     return None
 
 

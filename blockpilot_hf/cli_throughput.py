@@ -26,7 +26,17 @@ from .prompts import Prompt, encode_prompt, read_prompts
 from .sweep import Sweep, SweepRow
 from .target_states import weights_fingerprint
 from .texts import Text
-from .throughput import BEST_CONSTANT, FLIGHT, PLAIN, TRAINING_SIZE, Setup, best_constant, judge, simulate
+from .throughput import (
+    BEST_CONSTANT,
+    FLIGHT,
+    LOOKUP_FLIGHT,
+    PLAIN,
+    TRAINING_SIZE,
+    Setup,
+    best_constant,
+    judge,
+    simulate,
+)
 from .throughput_display import told_throughput
 from .throughput_timing import TimedPrompt, judge_timing, time_rounds
 
@@ -423,10 +433,12 @@ def rules_and_calls(
     }
     for name, policy in setup.policies.items():
         calls[f"policy {name}"] = {"policy": policy, "adapt": "prompt", "costs": costs}
-    calls[FLIGHT] = {"policy": False, "adapt": "flight", "costs": costs}
-    for name, policy in setup.policies.items():
-        if policy.config.head == "curve":
-            calls[f"{FLIGHT} {name}"] = {"policy": policy, "adapt": "flight", "costs": costs}
+    for rule in (FLIGHT, LOOKUP_FLIGHT):
+        how = {"adapt": "flight", "costs": costs, "lookup": rule == LOOKUP_FLIGHT}
+        calls[rule] = {"policy": False, **how}
+        for name, policy in setup.policies.items():
+            if policy.config.head == "curve":
+                calls[f"{rule} {name}"] = {"policy": policy, **how}
     rules |= {name: name for name in calls if not name.startswith("size ")}
     return rules, calls
 

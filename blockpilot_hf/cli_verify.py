@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .checks import check_adapt
+from .checks import check_adapt, check_lookup
 from .cli_common import (
     EMBEDDED,
     Adapt,
@@ -21,6 +21,7 @@ from .cli_common import (
     Seed,
     Target,
     Temperature,
+    UseLookup,
     check_names,
     load_pilot,
     load_target,
@@ -58,6 +59,7 @@ def verify(
     drafter: Drafter = None,
     policy: Policy = None,
     adapt: Adapt = None,
+    lookup: UseLookup = None,
     costs: Costs = None,
     limit: Limit = None,
     max_new_tokens: NewTokens = 64,
@@ -73,6 +75,7 @@ def verify(
     """Compare with plain generate, prompt by prompt. Ends with status 1 if rounding does not explain a difference."""
     check_names(target, drafter, policy, dtype)
     check_adapt(adapt)
+    check_lookup(lookup, adapt)
     named = ("policy" if adapt == "flight" else _SIZES) if block_sizes is None else block_sizes
     sizes = list(dict.fromkeys(_block_size(size.strip()) for size in named.split(",")))
     chosen = read_prompts(prompts, limit)
@@ -83,6 +86,7 @@ def verify(
         "drafter": drafter or EMBEDDED,
         "policy": policy,
         **({} if adapt is None else {"adapt": adapt, "costs": costs and costs.name}),
+        **({} if lookup is None else {"lookup": lookup}),
         "dtype": dtype,
         "pack": pack,
         "seed": seed,
@@ -92,7 +96,7 @@ def verify(
     pending = [prompt for prompt in chosen if any((prompt.id, size) not in known for size in sizes)]
     if pending:
         model, tokenizer = load_target(target, dtype, pack=pack)
-        pilot = load_pilot(drafter, policy, model, pack=pack, adapt=adapt, costs=costs)
+        pilot = load_pilot(drafter, policy, model, pack=pack, adapt=adapt, lookup=lookup, costs=costs)
         for prompt in progress_bar(pending, "prompts"):
             ids = encode_prompt(tokenizer, prompt.turns[0]).to(model.device)
             for result in compare_prompt(

@@ -11,6 +11,9 @@ from typing import Any
 
 from .trace import DecodeTrace, StepRecord
 
+# Of a strip: drafted and accepted, copied and accepted, the target's own, left out. And for terminals without them.
+SYMBOLS, PLAIN_SYMBOLS = ("▮", "▯", "·", "…"), ("#", "=", ".", "+")
+
 # Bytes of a character that is not whole yet decode to this.
 _REPLACEMENT = "\ufffd"
 
@@ -22,7 +25,8 @@ class Piece:
 
     Args:
         text (`str`): Whole characters only.
-        is_accepted (`bool`): Every token of it was drafted and accepted; else the target's own pick is among them.
+        is_accepted (`bool`):
+            Every token of it was drafted or copied, and accepted; else the target's own pick is among them.
     """
 
     text: str
@@ -113,7 +117,7 @@ def bracketed(pieces: Iterable[Piece], *, brackets: tuple[str, str] = ("⟦", "�
 
 
 def step_strip(
-    trace: DecodeTrace, *, width: int = 80, max_lines: int = 8, symbols: tuple[str, str, str] = ("▮", "·", "…")
+    trace: DecodeTrace, *, width: int = 80, max_lines: int = 8, symbols: Sequence[str] = SYMBOLS
 ) -> list[str]:
     """
     The answer as lines of one symbol per token, in one group per verification step; the first group is the prefill's
@@ -122,10 +126,15 @@ def step_strip(
     Args:
         width (`int`): Columns of a line at most.
         max_lines (`int`): Lines at most; what is left out is counted in the last one.
-        symbols (`tuple[str, str, str]`): For an accepted token, for the target's own, and for what is left out.
+        symbols (`Sequence[str]`):
+            For an accepted token that was drafted, for one that was copied, for the target's own, and for what is left
+            out.
     """
-    accepted, own, more = symbols
-    groups = [own, *("".join(accepted if flag else own for flag in are_accepted(step)) for step in trace.steps)]
+    drafted, copied, own, more = symbols
+    groups = [own]
+    for step in trace.steps:
+        accepted = copied if step.source == "lookup" else drafted
+        groups.append("".join(accepted if flag else own for flag in are_accepted(step)))
     lines: list[list[str]] = [[]]
     for group in groups:  # a step stays on one line
         if lines[-1] and len(" ".join([*lines[-1], group])) > width:
@@ -146,14 +155,22 @@ def block_size_line(trace: DecodeTrace) -> str:
 
 
 def flight_line(trace: DecodeTrace) -> str:
-    """What the steps of a flight drafted and verified, and by which costs."""
-    drafted = Counter(step.block_size for step in trace.steps)
-    plain = drafted.pop(1, 0)
-    parts = [f"{drafted[size]} x {size}" for size in sorted(drafted)]
+    """What the steps of a flight drafted, copied and verified, and by which costs."""
+    drafted = [step for step in trace.steps if step.source == "drafter"]
+    copied = [step for step in trace.steps if step.source == "lookup"]
+    sizes = Counter(step.block_size for step in drafted)
+    parts = [f"{sizes[size]} x {size}" for size in sorted(sizes)]
     if drafted:
-        widths = [step.verify_width for step in trace.steps if step.block_size > 1]
-        parts[-1] += f" drafted, {sum(widths) / len(widths):.1f} of a block verified on average"
-    return f"in flight: {', '.join([*parts, counted(plain, 'plain step')])}; costs: {trace.costs}"
+        parts[-1] += f" drafted, {_mean_width(drafted):.1f} of a block verified on average"
+    if copied:
+        steps = counted(len(copied), "step")
+        parts.append(f"{steps} copied from the text so far, {_mean_width(copied):.1f} verified on average")
+    plain = counted(len(trace.steps) - len(drafted) - len(copied), "plain step")
+    return f"in flight: {', '.join([*parts, plain])}; costs: {trace.costs}"
+
+
+def _mean_width(steps: Sequence[StepRecord]) -> float:
+    return sum(step.verify_width for step in steps) / len(steps)
 
 
 def acceptance_line(trace: DecodeTrace) -> str:

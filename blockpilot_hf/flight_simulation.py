@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .costs import CostTable
-from .flight import Flight
+from .flight import COPY_WIDTH, Flight
+from .lookup import Lookup
 from .sweep import SweepRow
 
 
@@ -18,7 +19,8 @@ class SimulatedFlight:
     """
     Args:
         seconds (`float`): Of all steps after the prefill.
-        steps (`tuple[tuple[int, int, int], ...]`): Block size, verified width and accepted count of each.
+        steps (`tuple[tuple[int, int, int], ...]`):
+            Drafted block size, 1 without a draft, verified width and accepted count of each.
     """
 
     seconds: float
@@ -42,6 +44,7 @@ def fly(
     *,
     prior: Mapping[int, float] | None = None,
     max_new_tokens: int | None = None,
+    lookup: bool = False,
 ) -> SimulatedFlight:
     """
     A flight over a text.
@@ -50,25 +53,39 @@ def fly(
         block_sizes (`Sequence[int]`): Candidates; those above 1 must have been swept.
         prior (`Mapping[int, float]`, *optional*): See [`Flight`].
         max_new_tokens (`int`, *optional*): The budget of the call, which the decisions know; by default none.
+        lookup (`bool`, *optional*, defaults to `False`): Whether steps may copy from the text so far.
 
     Raises:
-        `ValueError`: for a row without positions, and for a size that was not swept.
+        `ValueError`: for a row without positions, or to copy from, without its ids, and for a size that was not swept.
     """
     accepted_at, confidence_at = _positions(row, block_sizes)
     costs = answer_costs(row, costs)
     flight = Flight(costs, block_sizes, prior=prior)
     num_left, position, steps = row.num_new_tokens - 1, 0, []
     budget = (max_new_tokens or 2**31) - 1
+    length = costs.context_lengths[0]
+    known = Lookup()
+    answer_ids: tuple[int, ...] = ()
+    if lookup:
+        prompt_ids, answer_ids = _ids(row)
+        known.extend((*prompt_ids, answer_ids[0]))
     while position < num_left:
-        size, _ = flight.draft_size(budget - position, costs.context_lengths[0])
-        width = accepted = 0
-        if size > 1:
-            width = flight.verify_width(confidence_at[size][position], min(size, budget - position))
-            # The last token is always the target's own pick.
-            accepted = min(accepted_at[size][position], width - 1, num_left - position - 1)
-        width = max(width, 1)
-        flight.learn(width, accepted, was_drafted=size > 1)
+        remaining, size, width, reach = budget - position, 1, 1, 0
+        match_length, copied = known.find(min(COPY_WIDTH, remaining) - 1)
+        if match_length:
+            width = flight.copy_width(match_length, len(copied) + 1, remaining, length)
+            reach = _num_equal(copied, answer_ids[position + 1 :])
+        if width == 1:
+            size, _ = flight.draft_size(remaining, length)
+            if size > 1:
+                width = flight.verify_width(confidence_at[size][position], min(size, remaining))
+                reach = accepted_at[size][position]
+        # The last token is always the target's own pick.
+        accepted = min(reach, width - 1, num_left - position - 1)
+        flight.learn(width, accepted, was_drafted=width > 1 or size > 1)
         steps.append((size, width, accepted))
+        if lookup:
+            known.extend(answer_ids[position + 1 : position + accepted + 2])
         position += accepted + 1
     return SimulatedFlight(flight.spent_s, tuple(steps))
 
@@ -98,6 +115,20 @@ def least_seconds(row: SweepRow, costs: CostTable, block_sizes: Sequence[int]) -
             ]
         least[position] = min(options)
     return least[0]
+
+
+def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many are the same from the start."""
+    return next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
+
+
+def _ids(row: SweepRow) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if row.prompt_ids is None or row.answer_ids is None:
+        raise ValueError(
+            f"The sweep of text {row.id!r} does not hold the text, so nothing can be copied from it. Sweep again with "
+            "`--all-positions`, or fly without `lookup`."
+        )
+    return row.prompt_ids, row.answer_ids
 
 
 def _positions(

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from .batching import RowInputs, collect, split_rows
 from .candidate_generator import BlockPilotCandidateGenerator
-from .checks import check_adapt, check_block_size, check_call, check_drafter, unwrapped
+from .checks import check_adapt, check_block_size, check_call, check_drafter, check_lookup, unwrapped
 from .costs import CostTable
 from .decoding import Decoding, reset_user_cache
 from .loading import load_drafter, load_embedded_drafter, load_policy, policy_of_drafter
@@ -41,12 +41,16 @@ class BlockPilot:
             start from what is common, and with `adapt="prompt"` every prompt uses the drafter's block size. `False`:
             none in any case.
         adapt (`str`, *optional*):
-            `"flight"`: each step decides how much to draft and to verify, from what was accepted so far and what passes
-            cost; never much slower than plain decoding. `"prompt"`: one block size for the whole answer. By default in
-            flight, except with a policy that names one size for the whole answer (a choice head, as in the paper).
+            `"flight"`: each step decides how much to draft, copy and verify, from what was accepted so far and what
+            passes cost; never much slower than plain decoding. `"prompt"`: one block size for the whole answer. By
+            default in flight, except with a policy that names one size for the whole answer (a choice head, as in the
+            paper).
         costs ([`CostTable`] or `str`, *optional*):
             What passes cost, or the file that says so; by default what `blockpilot calibrate` measured for the pair on
             this machine, else a default for the kind of device.
+        lookup (`bool`, *optional*):
+            In flight, whether a step may copy what followed the same tokens earlier in prompt and answer instead of
+            drafting (prompt lookup): free to propose, and right where texts repeat themselves. By default it may.
         draft_sampling (`bool`, *optional*, defaults to `False`):
             When sampling, draw the drafted tokens instead of taking the drafter's argmax. The output is then
             distributed as the target's, but the same seed does not give plain `generate`'s text.
@@ -61,14 +65,17 @@ class BlockPilot:
         *,
         adapt: str | None = None,
         costs: CostTable | str | os.PathLike | None = None,
+        lookup: bool | None = None,
         draft_sampling: bool = False,
         hub_kwargs: dict[str, Any] | None = None,
     ):
         check_drafter(drafter)
         check_adapt(adapt)
+        check_lookup(lookup, adapt)
         self.drafter = drafter
         self.adapt = adapt
         self.costs = _resolve_costs(costs)
+        self.lookup = lookup
         self.draft_sampling = draft_sampling
         self.hub_kwargs = hub_kwargs or {}
         self.policy = load_policy(policy, **self.hub_kwargs) if isinstance(policy, str | os.PathLike) else policy
@@ -81,6 +88,7 @@ class BlockPilot:
         *,
         adapt: str | None = None,
         costs: CostTable | str | os.PathLike | None = None,
+        lookup: bool | None = None,
         draft_sampling: bool = False,
         revision: str | None = None,
         policy_revision: str | None = None,
@@ -95,7 +103,7 @@ class BlockPilot:
 
         Args:
             drafter (`str` or `PreTrainedModel`, *optional*): Folder, Hub id or object.
-            policy, adapt, costs, draft_sampling: See [`BlockPilot`].
+            policy, adapt, costs, lookup, draft_sampling: See [`BlockPilot`].
             revision, subfolder (`str`, *optional*): Of the drafter.
             policy_revision, policy_subfolder (`str`, *optional*): Of the policy.
             dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`):
@@ -118,7 +126,8 @@ class BlockPilot:
         of_policy = {k: v for k, v in kwargs.items() if k in _ACCESS_KEYWORDS}
         of_policy.update({"revision": policy_revision} if policy_revision else {})
         of_policy.update({"subfolder": policy_subfolder} if policy_subfolder else {})
-        return cls(drafter, policy, adapt=adapt, costs=costs, draft_sampling=draft_sampling, hub_kwargs=of_policy)
+        settings: dict[str, Any] = {"adapt": adapt, "costs": costs, "lookup": lookup, "draft_sampling": draft_sampling}
+        return cls(drafter, policy, **settings, hub_kwargs=of_policy)
 
     def generate(
         self,
@@ -139,7 +148,7 @@ class BlockPilot:
             streamer (`BaseStreamer`, *optional*): Gets the prompt, then token after token. One row only.
             tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for `stop_strings`.
             stop_strings (`str` or `list[str]`, *optional*): As in `generate`.
-            kwargs: Everything that `generate` takes, and `policy`, `block_size`, `adapt`, `costs`,
+            kwargs: Everything that `generate` takes, and `policy`, `block_size`, `adapt`, `costs`, `lookup`,
                 `on_choice`, `on_step`, `time_steps` for this call.
 
         Returns:
@@ -176,6 +185,7 @@ class BlockPilot:
         block_size: int | None = None,
         adapt: str | None = None,
         costs: CostTable | str | os.PathLike | None = None,
+        lookup: bool | None = None,
         on_choice: Callable[[DecodeTrace], None] | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         time_steps: bool | None = None,
@@ -187,7 +197,7 @@ class BlockPilot:
         Args:
             policy: For this call, as in [`BlockPilot`].
             block_size (`int`, *optional*): Fixes the block size, any integer >= 1; 1 is plain decoding.
-            adapt, costs: For this call, as in [`BlockPilot`]. A fixed block size stays what it is.
+            adapt, costs, lookup: For this call, as in [`BlockPilot`]. A fixed block size stays what it is.
             on_choice (`Callable[[DecodeTrace], None]`, *optional*):
                 Called once per row when the block size is chosen, before the first verification step. The trace is the
                 one that grows with every step from then on.
@@ -201,6 +211,7 @@ class BlockPilot:
         if block_size is not None:
             check_block_size(block_size)
         check_adapt(adapt, block_size)
+        check_lookup(lookup, "prompt" if block_size is not None else adapt)
         check_call(model, generation_config, model_kwargs, input_ids.shape[0])
         if streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"A streamer takes one row at a time, got {input_ids.shape[0]} rows.")
@@ -208,6 +219,8 @@ class BlockPilot:
         policy = False if block_size is not None else self._resolve_policy(policy)
         # A pilot that adapts in flight may still be called with a fixed size.
         adapt = "prompt" if block_size is not None else adapt or self.adapt
+        if lookup is None and adapt != "prompt":
+            lookup = self.lookup
         costs = self.costs if costs is None else _resolve_costs(costs)
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -222,6 +235,7 @@ class BlockPilot:
                 block_size=block_size,
                 adapt=adapt,
                 costs=costs,
+                lookup=lookup,
                 draft_sampling=self.draft_sampling,
             )
             decodings.append(
@@ -253,7 +267,7 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
         args: As `generate` takes them; the prompt may come first.
         model (`PreTrainedModel`): The target.
         kwargs: `assistant_model` (the drafter), `policy` and `draft_sampling` as in [`BlockPilot`], and everything that
-            [`BlockPilot.generate`] takes, `adapt` and `costs` included.
+            [`BlockPilot.generate`] takes, `adapt`, `costs` and `lookup` included.
 
     Raises:
         `ValueError`: if no drafter is given.

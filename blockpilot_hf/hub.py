@@ -25,6 +25,7 @@ RECIPE_MODULES = (
     "trace",
     "verification",
     "checks",
+    "lookup",
     "flight",
     "candidate_generator",
     "decoding",

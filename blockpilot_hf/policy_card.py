@@ -20,6 +20,8 @@ from .evaluation_display import (
     temperature_name,
 )
 from .evaluation_rules import ENOUGH_PROMPTS
+from .scaling_card import scaling_section
+from .throughput import FLIGHT, LOOKUP_FLIGHT
 from .throughput_card import throughput_section
 
 # Less than this over plain decoding is hardly worth loading two more models.
@@ -32,6 +34,7 @@ def policy_card(
     training: dict[str, Any] | None = None,
     throughput: Mapping[str, dict[str, Any]] | None = None,
     benchmarks: Sequence[dict[str, Any]] = (),
+    scalings: Sequence[dict[str, Any]] = (),
 ) -> str:
     """
     A policy's `README.md`.
@@ -42,6 +45,7 @@ def policy_card(
         training (`dict`, *optional*): Of `blockpilot train-policy`, as in `training.json`.
         throughput (`Mapping[str, dict]`, *optional*): Of `blockpilot evaluate --objective throughput`, by file name.
         benchmarks (`Sequence[dict]`, *optional*): Of `blockpilot benchmark`.
+        scalings (`Sequence[dict]`, *optional*): Of `blockpilot scaling`.
 
     Raises:
         `ValueError`: if the record has several policies and none of that name.
@@ -91,7 +95,7 @@ was chosen on the training prompts; the best per text cannot be had without deco
 
 Command: `{record["run_info"]["command"]}`. Weights (fingerprints): policy `{known[policy]["fingerprint"]}`, drafter
 `{sweep["drafter_fingerprint"]}`, target `{sweep["target_fingerprint"]}`. By prompt: `evaluation.json`.
-{_section(benchmark_section(benchmarks))}{_section(throughput_section(list(throughput.values())))}{_costs(record["costs"])}{_training(training)}
+{_section(benchmark_section(benchmarks))}{_section(scaling_section(scalings))}{_section(throughput_section(list(throughput.values())))}{_costs(record["costs"])}{_training(training)}
 ## Limits
 
 {FIT}
@@ -125,11 +129,12 @@ def _headline(record: dict[str, Any], policy: str, throughput: Mapping[str, dict
     told = []
     for one in throughput.values():
         for result in one["results"] if one["timed"] is None else [one["timed"]]:
-            rule = result["groups"]["all"]["rules"].get(f"flight {policy}")
-            if rule is not None:
-                how = f"timed in {result['dtype']}" if one["timed"] else "simulated"
-                how += f", costs: {result['source']}"
-                told.append(f"{figure(rule['speedup'])}: {how}; {result['num_prompts']} prompts")
+            rules = result["groups"]["all"]["rules"]
+            for rule, lookup in ((LOOKUP_FLIGHT, ""), (FLIGHT, "with `lookup=False`, ")):
+                if found := rules.get(f"{rule} {policy}"):
+                    how = f"{lookup}{'timed in ' + result['dtype'] if one['timed'] else 'simulated'}"
+                    how += f", costs: {result['source']}"
+                    told.append(f"{figure(found['speedup'])}: {how}; {result['num_prompts']} prompts")
     if not told and record["costs"] is not None:
         for result in record["results"]:
             speed = _comparison(result, policy)["groups"]["all"]["rules"][f"policy {policy}"]["speedup"]

@@ -23,8 +23,9 @@ blockpilot_hf; pass `revision=` with a commit to stay with the ones that you hav
 - `assistant_model`: the drafter, here [{EMBEDDED_DRAFTER_NAME}](../{EMBEDDED_DRAFTER_NAME}); any DFlash drafter that fits the target.
 - `policy`: object, folder or Hub id; by default the one that the drafter names, here [{EMBEDDED_POLICY_NAME}](../{EMBEDDED_POLICY_NAME}). `False` for none.
 - `block_size`: fixes the size; 1 is plain decoding.
-- `adapt="flight"`: each step decides how much to draft and to verify, which is the default; `"prompt"`: one size for the whole answer, which is what a policy
+- `adapt="flight"`: each step decides how much to draft, copy and verify, which is the default; `"prompt"`: one size for the whole answer, which is what a policy
   by the paper's rule is asked for.
+- `lookup=False`: steps in flight only draft. By default they also copy what followed the same tokens earlier in prompt and answer (prompt lookup), where that pays.
 
 With `return_dict_in_generate=True` the output has a field `blockpilot`, the record of the call.
 

@@ -40,7 +40,12 @@ _COLUMNS = {
 }
 _LOGITS = {"logits": "float32[]"}
 # By `position_sizes`, then by anchor; the confidence of all drafted tokens of an anchor follows that of the one before.
-_POSITIONS = {"accepted_at": "int32[][]", "confidence_at": "float32[][]"}
+_POSITIONS = {
+    "accepted_at": "int32[][]",
+    "confidence_at": "float32[][]",
+    "prompt_ids": "int32[]",
+    "answer_ids": "int32[]",
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class SweepRow:
             which they were kept.
         confidence_at (`dict[int, tuple[tuple[float, ...], ...]]`, *optional*):
             Likewise, the drafter's confidence in each of the drafted tokens.
+        prompt_ids, answer_ids (`tuple[int, ...]`, *optional*):
+            The text itself, kept with the positions; older sweeps have none.
     """
 
     id: str
@@ -77,6 +84,8 @@ class SweepRow:
     logits: tuple[float, ...] | None = None
     accepted_at: dict[int, tuple[int, ...]] | None = None
     confidence_at: dict[int, tuple[tuple[float, ...], ...]] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    answer_ids: tuple[int, ...] | None = None
 
     def num_steps(self, block_size: int) -> int:
         """
@@ -135,7 +144,7 @@ def write_sweep(
         keep_logits (`bool`, *optional*): Keep the prefill's logits too, for policies that read the whole vocabulary.
         position_sizes (`Sequence[int]`, *optional*):
             Those of the block sizes at which also accepted counts and the drafter's confidence after every anchor are
-            kept, in the columns `accepted_at` and `confidence_at`, for decisions in flight. Takes longer.
+            kept (columns `accepted_at` and `confidence_at`), and the texts, for decisions in flight. Takes longer.
         target_name, drafter_name (`str`, *optional*): For the settings; by default as the models' configs name them.
         progress (`Callable`, *optional*): See [`run_units`].
 
@@ -283,6 +292,7 @@ def _rows(
         if position_sizes:
             accepted = {1: [0] * (len(text.answer_ids) - 1), **replays[i].num_accepted}
             confidence = replays[i].confidence or {}
+            row |= {"prompt_ids": list(text.prompt_ids), "answer_ids": list(text.answer_ids)}
             row["accepted_at"] = [accepted[size] for size in position_sizes]
             row["confidence_at"] = [confidence[size].flatten().tolist() if size > 1 else [] for size in position_sizes]
         rows.append(row)
@@ -291,7 +301,7 @@ def _rows(
 
 def _row(entry: dict[str, Any], sizes: tuple[int, ...], position_sizes: tuple[int, ...]) -> SweepRow:
     counts = zip(sizes, entry["num_accepted"], strict=True)
-    optional = {name: entry.get(name) for name in ("context", "logits")}
+    optional = {name: entry.get(name) for name in ("context", "logits", "prompt_ids", "answer_ids")}
     return SweepRow(
         **{
             **entry,

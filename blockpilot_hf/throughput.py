@@ -26,6 +26,8 @@ PLAIN = "plain"
 TRAINING_SIZE = "training_size"
 BEST_CONSTANT = "best_constant"
 FLIGHT = "flight"
+# With copies from the text so far, as flights are by default. The other one tells what drafter and policy give alone.
+LOOKUP_FLIGHT = "flight_lookup"
 BEST_PER_TEXT = "best_per_text"
 BEST_PER_STEP = "best_per_step"
 # A prompt whose speed is below this share of plain decoding's counts as slowed down.
@@ -157,10 +159,12 @@ def _seconds(one: Simulated, i: int, curves: dict[str, list[dict[int, float]]], 
     found |= {f"fixed {size}": at[size] for size in setup.fixed}
     found[BEST_CONSTANT] = at[one.best_constant]
     found |= {f"policy {name}": at[size] for name, size in chosen.items()}
-    found[FLIGHT] = fly(row, one.costs, setup.flight_sizes(), max_new_tokens=budget).seconds
-    for name, curve in curves.items():
-        flown = fly(row, one.costs, setup.flight_sizes(name), prior=curve[i], max_new_tokens=budget)
-        found[f"{FLIGHT} {name}"] = flown.seconds
+    # Older sweeps do not hold the texts.
+    for rule in (FLIGHT, LOOKUP_FLIGHT) if row.answer_ids is not None else (FLIGHT,):
+        how: dict[str, Any] = {"max_new_tokens": budget, "lookup": rule == LOOKUP_FLIGHT}
+        found[rule] = fly(row, one.costs, setup.flight_sizes(), **how).seconds
+        for name, curve in curves.items():
+            found[f"{rule} {name}"] = fly(row, one.costs, setup.flight_sizes(name), prior=curve[i], **how).seconds
     found[BEST_PER_TEXT] = min(at[size] for size in {1, *setup.block_sizes})
     found[BEST_PER_STEP] = least_seconds(row, one.costs, setup.position_sizes)
     return found
@@ -320,6 +324,7 @@ __all__ = [
     "BEST_PER_STEP",
     "BEST_PER_TEXT",
     "FLIGHT",
+    "LOOKUP_FLIGHT",
     "PLAIN",
     "SLOW",
     "TRAINING_SIZE",

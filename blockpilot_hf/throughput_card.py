@@ -31,8 +31,8 @@ def throughput_section(records: Sequence[dict[str, Any]]) -> str:
     parts = ["## In flight"]
     parts.append(
         "By default this policy's prediction is where decisions start, and every step goes on from there by what was "
-        'accepted\n(`adapt="flight"`). Tokens per second of every way to decide, on held-out prompts, simulated in the '
-        "seconds of cost tables, prefill\nand policy aside:"
+        'accepted\n(`adapt="flight"`), copying from the text so far where that pays (lookup). Tokens per second of every way '
+        "to decide, on\nheld-out prompts, simulated in the seconds of cost tables, prefill and policy aside:"
     )
     for result in simulated["results"]:
         parts += [speeds_table(result).markdown, ratios_table(result).markdown, groups_table(result).markdown]

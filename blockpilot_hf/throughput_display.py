@@ -5,7 +5,7 @@ from typing import Any
 
 from .evaluation_display import NONE, Table, figure, number, temperature_name
 from .evaluation_rules import ALL, ENOUGH_PROMPTS
-from .throughput import BEST_CONSTANT, BEST_PER_STEP, BEST_PER_TEXT, FLIGHT, PLAIN, SLOW, TRAINING_SIZE
+from .throughput import BEST_CONSTANT, BEST_PER_STEP, BEST_PER_TEXT, FLIGHT, LOOKUP_FLIGHT, PLAIN, SLOW, TRAINING_SIZE
 
 
 def rule_name(rule: str, result: Mapping[str, Any]) -> str:
@@ -13,13 +13,15 @@ def rule_name(rule: str, result: Mapping[str, Any]) -> str:
     kind, _, name = rule.partition(" ")
     if kind == "policy":
         return f"policy {name}" if len(result["policies"]) > 1 else "policy"
-    if kind == FLIGHT and name:
-        return f"flight, {name}" if len(result["policies"]) > 1 else "flight, policy"
+    if kind in (FLIGHT, LOOKUP_FLIGHT) and name:
+        own = f"flight, {name}" if len(result["policies"]) > 1 else "flight, policy"
+        return f"{own}, lookup" if kind == LOOKUP_FLIGHT else own
     known = {
         PLAIN: "plain",
         TRAINING_SIZE: f"training size {result['training_block_size']}",
         BEST_CONSTANT: f"best constant {result['best_constant']}",
         FLIGHT: "flight",
+        LOOKUP_FLIGHT: "flight, lookup",
         BEST_PER_TEXT: "best size per text",
         BEST_PER_STEP: "best per step",
     }

@@ -162,7 +162,7 @@ def _of_trace(trace: DecodeTrace) -> dict[str, Any]:
         "decode_s": trace.decode_s,
         "block_size": trace.block_size,
         # Where the budget ends a fixed size verifies less than it drafts, and without a draft it is a plain pass.
-        "steps": [[len(step.draft_ids) + 1, step.verify_width, step.num_accepted] for step in trace.steps],
+        "steps": [step.cost_counts for step in trace.steps],
     }
 
 

@@ -13,17 +13,19 @@ class StepRecord:
     Args:
         block_size (`int`): Positions of the block, the anchor included: `block_size - 1` tokens are drafted.
         verify_width (`int`): Positions that the target checked, at most `block_size`.
-        draft_ids (`tuple[int, ...]`): The drafted tokens; empty when the step did not draft.
+        draft_ids (`tuple[int, ...]`): The drafted or copied tokens; empty when the step proposed none.
         committed_ids (`tuple[int, ...]`):
             Tokens added to the answer. The last one is the bonus token, the target's own pick and the next anchor; when
             a stopping criterion ends the answer inside the accepted run, it is the token that the criterion fired on.
-        num_accepted (`int`): Drafted tokens kept before the last committed one, `len(committed_ids) - 1`.
+        num_accepted (`int`): Proposed tokens kept before the last committed one, `len(committed_ids) - 1`.
         row (`int`): Row of the batch.
         draft_s, verify_s (`float`, *optional*):
             Seconds of the drafting and of the verifying pass; `None` where measuring would need a synchronisation that
             was not asked for.
         reason (`str`): Why the step was not a full block, empty if it was. In flight `block_size` is 1 where the step
             did not draft.
+        source (`str`): Who proposed the tokens: `"drafter"`, `"lookup"` where they were copied from the text so far, or
+            empty where nobody did.
     """
 
     block_size: int
@@ -35,6 +37,12 @@ class StepRecord:
     draft_s: float | None = None
     verify_s: float | None = None
     reason: str = ""
+    source: str = ""
+
+    @property
+    def cost_counts(self) -> list[int]:
+        """What its seconds depend on, for records: drafted block size, 1 without a draft, verified width, accepted."""
+        return [len(self.draft_ids) + 1 if self.source == "drafter" else 1, self.verify_width, self.num_accepted]
 
 
 @dataclass

@@ -142,12 +142,14 @@ def _by_step(tokens: Sequence[Token]) -> list[tuple[int, list[Token]]]:
 
 def _block(number: int, tokens: Sequence[Token], answer: Answer) -> str:
     assert answer.trace is not None
-    about = (
-        "prefill" if number == 0 else step_words(number, answer.trace.steps[number - 1], answer.discarded[number - 1])
-    )
+    about, taken = "prefill", "accepted"
+    if number > 0:
+        step = answer.trace.steps[number - 1]
+        about, taken = step_words(number, step, answer.discarded[number - 1]), taken_kind(step)
     spans = []
     for token in tokens:
-        kind, words = ("accepted", "accepted draft") if token.is_accepted else ("own", "the target's own token")
+        kind = taken if token.is_accepted else "own"
+        words = _KINDS[kind]
         line_end = " line-end" if token.text.startswith("\n") else ""
         spans.append(
             f'<span class="{kind}{line_end}" data-tip="{_attribute(f"{words}, {about}")}">{_text(token.text)}</span>'
@@ -155,18 +157,22 @@ def _block(number: int, tokens: Sequence[Token], answer: Answer) -> str:
     return f'<span class="block" data-step="{number}">{"".join(spans)}</span>'
 
 
+def taken_kind(step: StepRecord) -> str:
+    """Of the step's accepted tokens."""
+    return "copied" if step.source == "lookup" else "accepted"
+
+
 def step_words(number: int, step: StepRecord, discarded: str) -> str:
     """A step in a line of text."""
     if not step.draft_ids:
         return f"step {number}: plain" + (f" ({step.reason})" if step.reason else "")
-    words = (
-        f"step {number}: block of {step.block_size}, {step.verify_width} verified, {sum(are_accepted(step))} accepted"
-    )
+    block = f"{len(step.draft_ids)} copied" if step.source == "lookup" else f"block of {step.block_size}"
+    words = f"step {number}: {block}, {step.verify_width} verified, {sum(are_accepted(step))} accepted"
     return words + (f", not kept: “{_visible(discarded)}”" if discarded else "")
 
 
 def strip(answer: Answer) -> str:
-    """One column for each step, from below: accepted, the target's own, rejected, drafted but not verified."""
+    """One column for each step, from below: accepted (or copied), the target's own, rejected, not verified."""
     assert answer.trace is not None
     steps = answer.trace.steps
     tallest = max(len(cells(step)) for step in steps)
@@ -180,10 +186,13 @@ def strip(answer: Answer) -> str:
         words = _attribute(step_words(number, step, discarded))
         picture = f'<svg width="{_CELL_WIDTH}" height="{height}" aria-hidden="true">{shapes}</svg>'
         columns.append(f'<li data-tip="{words}">{picture}</li>')
-    drafted = sum(len(step.draft_ids) for step in steps)
+    drafted, copied = (
+        sum(len(step.draft_ids) for step in steps if (step.source == "lookup") == is_copy) for is_copy in (False, True)
+    )
     verified = sum(step.verify_width - 1 for step in steps)
     accepted = sum(sum(are_accepted(step)) for step in steps)
-    words = f"{counted(drafted, 'token')} drafted, {verified:,} verified, {accepted:,} accepted"
+    copies = f"{copied:,} copied, " if copied else ""
+    words = f"{counted(drafted, 'token')} drafted, {copies}{verified:,} verified, {accepted:,} accepted"
     return (
         f'<p class="title">Steps, from left to right: {words}</p>{_SHAPES}'
         f'<ol class="strip" role="img" aria-label="{counted(len(steps), "step")}: {words}. The table below has each.">'
@@ -197,7 +206,7 @@ def cells(step: StepRecord) -> list[str]:
     own = len(step.committed_ids) - accepted
     rejected = max(step.verify_width - 1 - accepted, 0)
     unverified = len(step.draft_ids) - accepted - rejected
-    return ["accepted"] * accepted + ["own"] * own + ["rejected"] * rejected + ["unverified"] * unverified
+    return [taken_kind(step)] * accepted + ["own"] * own + ["rejected"] * rejected + ["unverified"] * unverified
 
 
 def result(answer: Answer | None) -> str:
@@ -229,7 +238,8 @@ def result(answer: Answer | None) -> str:
         f'<dl class="tiles">{tiles}</dl>{comparison(answer)}<ul class="lines">{details}</ul>'
         "<details><summary>Every step as a table</summary>"
         "<div class=scroll tabindex=0 role=region aria-label=Steps><table>"
-        "<thead><tr><th>step<th>block<th>verified<th>accepted<th>not kept<th>why not a full block</thead>"
+        "<thead><tr><th>step<th>proposed by<th>block<th>verified<th>accepted<th>not kept"
+        "<th>why not a full block</thead>"
         f"<tbody>{rows}</tbody></table></div></details>"
         "<details><summary>Trace as JSON</summary>"
         f'<pre class="scroll" id="trace" tabindex="0" aria-label="Trace as JSON">{_text(record)}</pre>'
@@ -280,7 +290,9 @@ def _why_they_differ(plain: dict[str, Any]) -> str:
 
 def _row(number: int, each: tuple[StepRecord, str]) -> str:
     step, discarded = each
-    values = [number, step.block_size, step.verify_width, sum(are_accepted(step)), _visible(discarded), step.reason]
+    proposer = {"lookup": "the text so far", "drafter": "the drafter"}.get(step.source, "")
+    counts = [step.block_size, step.verify_width, sum(are_accepted(step))]
+    values = [number, proposer, *counts, _visible(discarded), step.reason]
     return f"<tr>{''.join(f'<td>{escape(str(value))}' for value in values)}</tr>"
 
 
@@ -321,9 +333,12 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+# What a token's tip begins with.
+_KINDS = {"accepted": "accepted draft", "copied": "accepted copy", "own": "the target's own token"}
 _SHAPES = (
     '<svg width="0" height="0" class="shapes" aria-hidden="true"><defs>'
     '<rect id="cell-accepted" x="1" y="1" width="10" height="8" rx="1.5" class="s-accepted"/>'
+    '<rect id="cell-copied" x="2" y="2" width="8" height="6" rx="1.5" class="s-copied"/>'
     '<circle id="cell-own" cx="6" cy="5" r="3.2" class="s-own"/>'
     '<path id="cell-rejected" d="M3 2 L9 8 M9 2 L3 8" class="s-rejected"/>'
     '<path id="cell-unverified" d="M3.5 5 H8.5" class="s-unverified"/>'
@@ -339,7 +354,8 @@ LEGEND = (
     f"{_SHAPES.replace('cell-', 'legend-')}"
     '<ul class="legend" aria-label="Legend">'
     f'<li>{_sample("accepted")}<span class="accepted">accepted</span> draft</li>'
+    f'<li>{_sample("copied")}<span class="copied">copied</span> from the text so far</li>'
     f'<li>{_sample("own")}<span class="own">target&rsquo;s own</span> token</li>'
-    f"<li>{_sample('rejected')}rejected draft</li><li>{_sample('unverified')}drafted, not verified</li>"
+    f"<li>{_sample('rejected')}rejected</li><li>{_sample('unverified')}drafted, not verified</li>"
     '<li><span class="block-sample" aria-hidden="true"></span>a block begins</li></ul>'
 )

@@ -40,7 +40,7 @@ def answers(pair, methods):
 def test_all_methods_are_there_in_the_order_of_tables(methods):
     assert list(methods) == [
         *("plain", "stock_dflash", "prompt_lookup", "dflash", "size 2", "size 4", "size 8"),
-        *("paper", "seconds", "flight", "flight_drawn"),
+        *("paper", "seconds", "flight_drafts", "flight", "flight_drawn"),
     ]
     assert [name for name, method in methods.items() if method.is_default] == ["flight"]
     assert not [method.reason for method in methods.values() if method.reason]

@@ -282,8 +282,8 @@ def test_without_a_drafter_the_embedded_pilot_answers(run, monkeypatch, folders)
     )
     pilot = load_pilot(str(folders / "drafter"), str(folders / "policy"), target)
 
-    def from_pretrained(cls, *, policy, pack, dtype, adapt, costs):
-        assert dtype == target.dtype and (adapt, costs) == (None, None)
+    def from_pretrained(cls, *, policy, pack, dtype, adapt, lookup, costs):
+        assert dtype == target.dtype and (adapt, lookup, costs) == (None, None, None)
         asked.append((policy, pack))
         return pilot if policy is None else BlockPilot(pilot.drafter, policy)
 
@@ -320,10 +320,24 @@ def test_in_flight_the_text_is_the_same_and_the_steps_are_told(run, folders, pla
     assert status == 0 and out.startswith(plain("hello", 20) + "\n\n")
     found = last_object(out)
     assert found["adapt"] == "flight" and "default" in found["costs"]
-    assert "\nin flight: " in out and f"costs: {found['costs']}" in out
+    assert "\nin flight: " in out and f"costs: {found['costs']}" in " ".join(out.split())
     costs = tmp_path / "costs.json"
     CostTable((0,), {1: (1.0,), 16: (1.1,)}, {2: (0.1,), 16: (0.1,)}, source="made up").save(costs)
     assert last_object(run(*arguments, "--costs", costs)[1])["costs"] == "made up"
+
+
+def test_copies_are_told_and_can_be_turned_off(run, tmp_path):
+    """A prompt that repeats itself, and costs by which copies pay and drafts do not."""
+    costs = tmp_path / "costs.json"
+    CostTable((0,), {1: (1.0,), 16: (1.01,)}, {2: (9.0,), 16: (9.0,)}).save(costs)
+    arguments = ["generate", "abc abc abc abc", "--max-new-tokens", 20, "--drafter", "scripted", "--costs", costs]
+    status, out, _ = run(*arguments)
+    assert status == 0 and "copied from the text so far" in " ".join(out.split())
+    status, without, _ = run(*arguments, "--no-lookup")
+    assert status == 0 and "copied from" not in " ".join(without.split())
+    assert without.split("\n\n")[0] == out.split("\n\n")[0]
+    status, _, err = run(*arguments, "--lookup", "--adapt", "prompt")
+    assert status == 2 and "`lookup=True` copies" in err
 
 
 def test_in_flight_and_a_fixed_size_are_refused_together(run):

@@ -245,14 +245,17 @@ def test_a_timed_run_is_kept_told_and_not_run_twice(timed, tmp_path, monkeypatch
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["prompt"] for line in lines] == ["held0", "held1", "held2"]
     names = ["plain", "size 8", *dict.fromkeys(["size 8", f"size {record['timed']['best_constant']}"])]
-    assert list(lines[0]["calls"]) == [*dict.fromkeys(names), "policy curve", "flight", "flight curve"]
+    assert list(lines[0]["calls"]) == [
+        *dict.fromkeys(names), "policy curve", "flight", "flight curve", "flight_lookup", "flight_lookup curve"
+    ]  # fmt: skip
     assert all(call["is_identical"] for line in lines for call in line["calls"].values())
     assert lines[1]["order"][0] == lines[0]["order"][1]
     told = record["timed"]
     assert (told["source"], told["dtype"], told["num_prompts"]) == ("measured here", "float32", 3)
     assert list(told["groups"]) == ["maths", "code", "all"]
     assert list(told["groups"]["all"]["rules"]) == [
-        "plain", "training_size", "best_constant", "policy curve", "flight", "flight curve",
+        "plain", "training_size", "best_constant", "policy curve", "flight", "flight curve", "flight_lookup",
+        "flight_lookup curve",
     ]  # fmt: skip
     assert told["groups"]["all"]["rules"]["flight"]["num_identical"] == 3
     assert max(len(line) for line in out.splitlines() if "/" not in line or "3/3" in line) <= 80

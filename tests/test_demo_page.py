@@ -1,7 +1,9 @@
 """The Space's page as HTML: what it says is the trace's, what comes from outside is escaped, and marks are not text."""
 
+import copy
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -92,6 +94,24 @@ def test_rejected_drafts_are_in_the_tip_and_in_the_strip(fixed):
         assert shapes.count("#cell-rejected") == max(step.verify_width - 1 - accepted, 0)
         assert shapes.count("#cell-") == len(step.draft_ids) + shapes.count("#cell-own")
         assert ("not kept" in tip) == (accepted < len(step.draft_ids))
+
+
+def test_copied_tokens_are_a_kind_of_their_own(fixed):
+    copied = copy.copy(fixed)
+    step = next(i for i, one in enumerate(fixed.trace.steps) if one.num_accepted)
+    steps = [replace(one, source="lookup" if i == step else one.source) for i, one in enumerate(fixed.trace.steps)]
+    copied.trace = replace(fixed.trace, steps=steps)
+    spans = [e for e in Parsed(page.flight(copied)).elements if e["tag"] == "span" and e.get("data-tip")]
+    tips = [e["data-tip"] for e in spans if "copied" in e["class"].split()]
+    number = sum(token.is_accepted for token in fixed.tokens if token.step == step + 1)
+    assert len(tips) == number > 0
+    assert all(tip.startswith(f"accepted copy, step {step + 1}: {len(steps[step].draft_ids)} copied") for tip in tips)
+    assert page.strip(copied).count('"#cell-copied"') == steps[step].num_accepted
+    assert (
+        f"{len(steps[step].draft_ids)} copied" in page.strip(copied)
+        and "copied" not in page.strip(fixed).split("<svg")[0]
+    )
+    assert "the text so far" in page.result(copied)
 
 
 def test_the_decision_marks_the_chosen_size_among_all():
@@ -200,8 +220,8 @@ def contrast(one, other):
 
 TEXT_PAIRS = [
     *((ink, paper) for ink in ("ink", "muted") for paper in ("paper", "panel")),
-    *(("ink", paper) for paper in ("accepted-paper", "field")),
-    *((ink, "panel") for ink in ("own", "rejected", "accepted", "same", "differs")),
+    *(("ink", paper) for paper in ("accepted-paper", "copied-paper", "field")),
+    *((ink, "panel") for ink in ("own", "rejected", "accepted", "copied", "same", "differs")),
     ("muted", "field"),
     ("rejected", "paper"),
     ("action-ink", "action"),
@@ -210,6 +230,8 @@ TEXT_PAIRS = [
 ]
 MARK_PAIRS = [
     ("accepted", "accepted-paper"),
+    ("copied", "copied-paper"),
+    ("copied", "panel"),
     ("unverified", "panel"),
     ("unverified", "accepted-paper"),
     ("own", "panel"),
@@ -232,10 +254,14 @@ def test_text_and_marks_stand_out(selector):
 
 def test_kinds_differ_by_form_and_not_by_colour_alone():
     assert re.search(r"^\.accepted \{.*background.*border-bottom: 2px solid", STYLE, flags=re.M)
+    assert re.search(r"^\.copied \{.*background.*border-bottom: 2px dashed", STYLE, flags=re.M)
     assert re.search(r"^\.own \{.*border-bottom: 2px dotted", STYLE, flags=re.M)
     shapes = dict(re.findall(r'<(\w+) id="cell-(\w+)"', page._SHAPES))
-    assert set(re.findall(r'id="cell-(\w+)"', page._SHAPES)) == {"accepted", "own", "rejected", "unverified"}
-    assert len(shapes) == 3  # a square, a ring, and two paths: a cross and a dash
+    assert set(re.findall(r'id="cell-(\w+)"', page._SHAPES)) == {
+        "accepted", "copied", "own", "rejected", "unverified"
+    }  # fmt: skip
+    assert len(shapes) == 3  # two squares, a ring, and two paths: a cross and a dash
+    assert re.search(r"^\.s-copied \{ fill: none", STYLE, flags=re.M)  # one of the squares is full, the other is not
 
 
 def test_the_style_names_no_other_host():

@@ -1,5 +1,6 @@
 """Answers as text: pieces, brackets, the strip of steps, and the lines of figures."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from blockpilot_hf.display import (
+    PLAIN_SYMBOLS,
     Piece,
     PieceStream,
     acceptance_line,
@@ -192,7 +194,9 @@ def test_brackets_enclose_accepted_runs_without_the_space_around_them():
 def test_the_strip_has_a_symbol_per_token_and_a_group_per_step():
     trace = trace_of(step(2), step(0), step(1, own="drafted"), block_size=4)
     assert step_strip(trace) == ["· ▮▮· · ▮▮"]
-    assert step_strip(trace, symbols=("#", ".", "+")) == [". ##. . ##"]
+    assert step_strip(trace, symbols=PLAIN_SYMBOLS) == [". ##. . ##"]
+    copied = trace_of(step(2), replace(step(2), source="lookup"), block_size=4)
+    assert step_strip(copied) == ["· ▮▮· ▯▯·"] and step_strip(copied, symbols=PLAIN_SYMBOLS) == [". ##. ==."]
 
 
 @pytest.mark.parametrize("width", [10, 23, 40, 80])
@@ -247,7 +251,12 @@ def test_small_helpers():
 
 
 def test_the_line_of_a_flight_counts_what_steps_drafted_and_verified():
-    steps = [StepRecord(4, 4, (1, 2, 3), (1, 2), 1), StepRecord(8, 3, (1,) * 7, (5,), 0), StepRecord(1, 1, (), (6,), 0)]
+    by = {"source": "drafter"}
+    steps = [
+        StepRecord(4, 4, (1, 2, 3), (1, 2), 1, **by),
+        StepRecord(8, 3, (1,) * 7, (5,), 0, **by),
+        StepRecord(1, 1, (), (6,), 0),
+    ]
     trace = DecodeTrace(adapt="flight", costs="measured on this machine", steps=steps)
     assert flight_line(trace) == (
         "in flight: 1 x 4, 1 x 8 drafted, 3.5 of a block verified on average, 1 plain step; costs: measured on this "
@@ -255,4 +264,11 @@ def test_the_line_of_a_flight_counts_what_steps_drafted_and_verified():
     )
     assert flight_line(DecodeTrace(adapt="flight", costs="given", steps=steps[2:] * 2)) == (
         "in flight: 2 plain steps; costs: given"
+    )
+    copies = [
+        StepRecord(9, 9, (1,) * 8, (1, 1), 1, source="lookup"),
+        StepRecord(4, 4, (1,) * 3, (5,), 0, source="lookup"),
+    ]
+    assert flight_line(DecodeTrace(adapt="flight", costs="given", steps=[*copies, *steps[2:]])) == (
+        "in flight: 2 steps copied from the text so far, 6.5 verified on average, 1 plain step; costs: given"
     )

@@ -7,7 +7,15 @@ import random
 import pytest
 
 from blockpilot_hf.costs import CostTable
-from blockpilot_hf.flight import REGRET_PASSES, REGRET_SHARE, Belief, Flight, log_odds_of_curve
+from blockpilot_hf.flight import (
+    COPY_WIDTH,
+    REGRET_PASSES,
+    REGRET_SHARE,
+    Belief,
+    Flight,
+    copy_log_odds,
+    log_odds_of_curve,
+)
 
 SIZES = (2, 4, 8, 16)
 
@@ -260,3 +268,71 @@ def test_the_log_odds_of_a_curve_give_the_curve_back(chance):
 def test_a_curve_with_gaps_or_a_dip_still_gives_log_odds_for_every_place():
     found = log_odds_of_curve({2: 1.5, 8: 1.4}, 12)
     assert len(found) == 11 and all(math.isfinite(value) for value in found)
+
+
+# --- copies ---
+
+
+def copy_play(flight, is_right, num_tokens, *, match_length=4):
+    """As [`play`], with a copy of 15 tokens on offer at every step, each right or not; verified widths of copies."""
+    widths, position = [], 0
+    while position < num_tokens:
+        remaining = num_tokens - position
+        width, accepted, size = flight.copy_width(match_length, 16, remaining, 10 + position), 0, 1
+        if width > 1:
+            while accepted < width - 1 and is_right(position, accepted):
+                accepted += 1
+        else:
+            size, _ = flight.draft_size(remaining, 10 + position)
+        verified = width if width > 1 else flight.verify_width([0.5] * (size - 1), min(size, remaining))
+        flight.learn(verified, accepted, was_drafted=verified > 1 or size > 1)
+        widths.append(width)
+        position += accepted + 1
+        assert flight.spent_s <= flight.plain_s + REGRET_PASSES * _plain(flight) + REGRET_SHARE * flight.plain_s + 1e-9
+    return widths
+
+
+def test_copies_that_are_right_are_taken_whole_before_any_draft():
+    assert set(copy_play(Flight(table(0.02), SIZES), always, 160)[2:-1]) == {16}
+
+
+def test_copies_that_are_never_right_are_given_up_within_the_budget():
+    for costs in (table(0.03), table(0.1), STEEP):  # where they cost something
+        flight = Flight(costs, SIZES)
+        widths = copy_play(flight, never, 400)
+        assert max(widths[100:]) <= 3 and sum(width > 1 for width in widths[200:]) < 0.2 * 200, costs
+        assert flight.spent_s < 1.045 * flight.plain_s
+
+
+def test_wide_copies_are_narrowed_to_what_is_right():
+    widths = copy_play(Flight(table(0.1), SIZES), lambda position, j: j < 2, 300)
+    assert all(width <= 6 for width in widths[40:]) and any(width > 1 for width in widths[40:])
+
+
+def test_a_copy_after_a_longer_match_is_believed_in_further():
+    taken = [Flight(table(0.1), SIZES).copy_width(length, 16, 100, 10) for length in (1, 2, 4, 8, 16, 32)]
+    assert taken == sorted(taken) and taken[0] < taken[-1]
+    chances = [1 / (1 + math.exp(-copy_log_odds(length))) for length in (1, 2, 4, 12)]
+    assert [round(chance, 1) for chance in chances] == [0.3, 0.5, 0.7, 0.9]
+
+
+def test_a_draft_that_gives_more_goes_before_a_copy():
+    sure = {2: 2.0, 16: 15.5}  # the policy is sure of drafts
+    assert Flight(table(0.02, draft=0.01), SIZES, prior=sure).copy_width(1, 16, 100, 10) == 1
+    assert Flight(table(0.02, draft=0.01), SIZES, prior={2: 1.0, 16: 1.0}).copy_width(1, 16, 100, 10) > 1
+
+
+def test_copies_keep_to_what_is_left_and_to_what_there_is():
+    flight = Flight(FLAT, SIZES)
+    assert flight.copy_width(32, 16, 3, 10) == 3 and flight.copy_width(32, 5, 100, 10) == 5
+    assert flight.copy_width(32, 16, 1, 10) == 1 and flight.copy_width(32, 99, 100, 10) == COPY_WIDTH
+    assert Flight(FLAT, []).copy_width(32, 16, 100, 10) == COPY_WIDTH  # drafter or not
+
+
+def test_what_is_copied_says_nothing_of_drafts():
+    flight, other = Flight(table(0.03), SIZES), Flight(table(0.03), SIZES)
+    for _ in range(20):
+        width = flight.copy_width(8, 16, 100, 10)
+        flight.learn(width, width - 1, was_drafted=width > 1)
+    assert flight.draft_size(100, 10) == other.draft_size(100, 10)
+    assert flight._place_belief.mean == 0 and flight._copy_belief.mean > 0

@@ -58,7 +58,15 @@ def test_the_text_is_plain_generates(kind, accuracy, settings):
     pilot = scripted_pilot(target, plain, accuracy)
     costs = table(draft=0.3)
     ours = pilot_generate(
-        pilot, target, prompt, seed=5, adapt="flight", costs=costs, return_dict_in_generate=True, **settings
+        pilot,
+        target,
+        prompt,
+        seed=5,
+        adapt="flight",
+        lookup=False,
+        costs=costs,
+        return_dict_in_generate=True,
+        **settings,
     )
     assert torch.equal(ours.sequences, plain)
     trace = ours.blockpilot
@@ -206,7 +214,13 @@ def test_plain_steps_of_a_call_leave_no_gap(target, drafter, monkeypatch):
     monkeypatch.setattr(BlockPilotCandidateGenerator, "draft_block", spy)
     prompt, settings = make_prompt(9), {"max_new_tokens": 150, "do_sample": False}
     output = pilot_generate(
-        BlockPilot(drafter), target, prompt, adapt="flight", costs=table(0.01), return_dict_in_generate=True, **settings
+        BlockPilot(drafter, lookup=False),
+        target,
+        prompt,
+        adapt="flight",
+        costs=table(0.01),
+        return_dict_in_generate=True,
+        **settings,
     )
     steps = output.blockpilot.steps
     assert any(a.block_size == 1 < b.block_size for a, b in itertools.pairwise(steps))
@@ -310,7 +324,7 @@ def test_decoding_in_flight_with_drawn_proposals_has_the_law_of_plain_sampling(t
 
 def test_the_generator_flies_in_stock_assisted_decoding_too(target, drafter):
     generator = BlockPilotCandidateGenerator(
-        drafter, target, GenerationConfig(max_length=40), adapt="flight", costs=table()
+        drafter, target, GenerationConfig(max_length=40), adapt="flight", costs=table(), lookup=False
     )
     ids = make_prompt(9)
     with torch.no_grad():

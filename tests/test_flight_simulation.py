@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,25 +42,27 @@ def rows(pair, tmp_path_factory):
 
 
 @pytest.mark.parametrize("costs", [table(), table(0.3), table(0.02, 0.4)])
-def test_a_simulated_flight_takes_the_steps_of_decoding(pair, rows, costs):
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_simulated_flight_takes_the_steps_of_decoding(pair, rows, costs, lookup):
     texts, swept = rows
-    seen = set()
+    seen, num_copied = set(), 0
     for text in texts:
         row = next(row for row in swept if row.id == text.id)
         prior = {8: 2.0}
-        found = fly(row, costs, [2, 4, 8], max_new_tokens=NUM_NEW)
-        output = BlockPilot(pair[1], adapt="flight", costs=costs).generate(
+        found = fly(row, costs, [2, 4, 8], max_new_tokens=NUM_NEW, lookup=lookup)
+        output = BlockPilot(pair[1], adapt="flight", costs=costs, lookup=lookup).generate(
             pair[0],
             torch.tensor([text.prompt_ids]),
             max_new_tokens=NUM_NEW,
             do_sample=False,
             return_dict_in_generate=True,
         )
-        steps = [(step.block_size, step.verify_width, step.num_accepted) for step in output.blockpilot.steps]
+        steps = [tuple(step.cost_counts) for step in output.blockpilot.steps]
         assert list(found.steps) == steps
+        num_copied += sum(step.source == "lookup" for step in output.blockpilot.steps)
         seen |= {size for size, _, _ in steps}
         assert fly(row, costs, [2, 4, 8], prior=prior).steps  # a prior changes decisions, never the text's length
-    assert len(seen) > 1
+    assert len(seen) > 1 and bool(num_copied) == lookup
 
 
 def test_seconds_are_those_of_the_steps(rows):
@@ -106,6 +109,13 @@ def test_no_flight_is_quicker_than_the_per_step_oracle(rows):
     for costs, row in itertools.product([table(), table(0.2), table(0.01, 0.5)], rows[1]):
         assert least_seconds(row, costs, [2, 4, 8]) <= fly(row, costs, [2, 4, 8]).seconds + 1e-9
         assert least_seconds(row, costs, [2, 4, 8]) <= fixed_seconds(row, costs, 4) + 1e-9
+
+
+def test_rows_without_their_text_cannot_be_copied_from(rows):
+    row = replace(rows[1][0], answer_ids=None)
+    assert fly(row, table(), [2, 4, 8]).steps
+    with pytest.raises(ValueError, match=r"does not hold the text, .* Sweep again with `--all-positions`"):
+        fly(row, table(), [2, 4, 8], lookup=True)
 
 
 def test_rows_without_positions_and_sizes_that_were_not_swept_are_named(rows):

@@ -154,3 +154,18 @@ def test_a_side_without_texts_is_refused():
     with pytest.raises(ValueError, match="needs texts on both sides, got 0 and 2"):
         simulate([], TRAIN, {"one": COSTS}, setup())
     assert simulate(ROWS[:1], TRAIN[:1], {"one": COSTS}, setup())
+
+
+def test_a_flight_may_copy_where_the_sweep_holds_the_texts():
+    row = positioned_row("bare", 0)
+    prompt_ids = tuple(range(10, 10 + row.num_prompt_tokens))
+    again = replace(row, id="again", prompt_ids=prompt_ids, answer_ids=(1, 2, 3, 4, 5) * 5)
+    other = replace(row, id="other", prompt_ids=prompt_ids, answer_ids=tuple(range(100, 125)))
+    (bare,) = simulate([row], TRAIN, {"one": COSTS}, setup())
+    assert "flight_lookup" not in bare.seconds
+    (found,) = simulate([again, other], TRAIN, {"one": COSTS}, setup(policies={"sure": constant_curve(0.9)}))
+    for rule in ("flight", "flight sure"):
+        with_copies = found.seconds[rule.replace("flight", "flight_lookup")]
+        assert with_copies[0] < 0.95 * found.seconds[rule][0] and with_copies[1] == found.seconds[rule][1]
+    rules = judge([found], setup(policies={"sure": constant_curve(0.9)}), num_resamples=20)[0]["groups"]["all"]["rules"]
+    assert rules["flight_lookup"]["speedup"]["estimate"] > rules["flight"]["speedup"]["estimate"]

@@ -229,7 +229,7 @@ def test_the_record_is_plain_data(target, drafter):
     assert [tuple(s["committed_ids"]) for s in read["steps"]] == [s.committed_ids for s in trace.steps]
     assert set(read["steps"][0]) == {
         "block_size", "verify_width", "draft_ids", "committed_ids", "num_accepted", "row", "draft_s", "verify_s",
-        "reason",
+        "reason", "source",
     }  # fmt: skip
     with pytest.raises(AttributeError):
         trace.steps[0].num_accepted = 5

@@ -1,7 +1,7 @@
 """`BlockPilotCandidateGenerator`: everything on the draft side of one call, for one row.
 
 It owns the drafter's cache and the context that the drafter has not seen yet, asks the policy for the block size once
-after the prefill, drafts blocks, and in flight lets every step decide how much to draft and to verify. It is a
+after the prefill, drafts blocks, and in flight lets every step decide how much to copy, to draft and to verify. It is a
 transformers `CandidateGenerator`, so it also works in place of the stock one in assisted decoding. It never touches the
 target's cache, processors or criteria, and leaves drafter, policy and target as they are: a second call starts from a
 second object.
@@ -21,6 +21,7 @@ from .checks import (
     check_adapt,
     check_block_size,
     check_drafter,
+    check_lookup,
     check_pair,
     check_policy,
     check_states,
@@ -30,7 +31,8 @@ from .checks import (
 from .costs import CostTable
 from .default_costs import costs_for
 from .features import projected_context
-from .flight import Flight
+from .flight import COPY_WIDTH, Flight
+from .lookup import Lookup
 from .verification import DraftBlock, DraftSampling, propose
 
 logger = logging.get_logger(__name__)
@@ -51,6 +53,9 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
             `"prompt"`: one block size for the whole answer. `"flight"`: each step decides how much to draft and to
             verify, from what was accepted so far. By default as [`default_adapt`] says.
         costs ([`CostTable`], *optional*): Seconds of passes; by default [`costs_for`] the pair, where they are needed.
+        lookup (`bool`, *optional*):
+            In flight, whether a step may also copy what followed the same tokens earlier ([`Lookup`]); by default it
+            may.
         draft_sampling (`bool`, *optional*, defaults to `False`):
             Draw the drafted tokens from the drafter's distribution when sampling, instead of taking its argmax.
 
@@ -70,6 +75,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         block_size: int | None = None,
         adapt: str | None = None,
         costs: CostTable | None = None,
+        lookup: bool | None = None,
         draft_sampling: bool = False,
     ):
         check_drafter(drafter)
@@ -89,7 +95,11 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         self.reason = "fixed by the caller"
         self.costs = costs
         self.adapt = adapt or ("prompt" if block_size is not None else default_adapt(self.policy))
+        check_lookup(lookup, self.adapt)
+        self.source = ""  # of the step at hand: "drafter", "lookup", or neither
         self._flight: Flight | None = None
+        self._lookup = Lookup() if self.adapt == "flight" and lookup is not False else None
+        self._copied: list[int] = []  # what the step at hand copies
         self._sampling = _draft_sampling(generation_config) if draft_sampling else None
         self._limits = position_limits(target)
         self._cache = DFlashCache(config=drafter.config)
@@ -213,21 +223,41 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         """Say at which position the target counts the anchor: users may give positions of their own."""
         self._offset = position - self._num_context
 
-    def plan(self, remaining: int) -> tuple[int, str]:
+    def plan(self, remaining: int, input_ids: torch.LongTensor | None = None) -> tuple[int, str]:
         """
-        Positions to verify in the next step before anything is drafted, and why they are fewer than the block size. In
-        flight this decides the block size too.
+        Positions to verify in the next step before anything is proposed, and why they are fewer than the block size. In
+        flight this decides the block size too, and whether the block is drafted or copied.
 
         Args:
             remaining (`int`): Tokens left in the budget; a step commits at most as many as it verifies.
+            input_ids (`torch.LongTensor` of shape `(1, length)`, *optional*):
+                The sequence so far; without it nothing is copied.
         """
+        self.source = "drafter"
         if self._flight is None:
-            return self.verify_width(remaining)
-        limit = getattr(self.drafter.config, "max_position_embeddings", None)
-        self.block_size, reason = self._flight.draft_size(
-            remaining, self._num_context, largest=None if limit is None else limit - self._num_context
-        )
-        return (1, reason) if self.block_size == 1 else self.verify_width(remaining)
+            width, reason = self.verify_width(remaining)
+        elif (width := self._copy_width(remaining, input_ids)) > 1:
+            self.source, self.block_size, reason = "lookup", width, ""
+        else:
+            self.block_size, reason = self._flight.draft_size(
+                remaining, self._num_context, largest=self._room_of_drafter
+            )
+            width, reason = (1, reason) if self.block_size == 1 else self.verify_width(remaining)
+        if width == 1:
+            self.source = ""
+        return width, reason
+
+    def _copy_width(self, remaining: int, input_ids: torch.LongTensor | None) -> int:
+        """Positions to verify of a copy, the anchor included; 1 for none."""
+        if self._lookup is None or self._flight is None or input_ids is None:
+            return 1
+        num_padding = input_ids.shape[1] - 1 - self._num_context
+        self._lookup.extend(input_ids[0, num_padding + len(self._lookup) :].tolist())
+        most, _ = self._within_target(min(COPY_WIDTH, max(1, remaining)))
+        match_length, self._copied = self._lookup.find(most - 1)
+        if not match_length:
+            return 1
+        return self._flight.copy_width(match_length, most, remaining, self._num_context, largest=self._room_of_drafter)
 
     def trim(self, draft: DraftBlock, width: int, reason: str) -> tuple[int, str]:
         """
@@ -237,7 +267,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
             draft ([`DraftBlock`]): What [`draft_block`] gave.
             width (`int`): What [`plan`] gave, with its reason.
         """
-        if self._flight is None:
+        if self._flight is None or self.source == "lookup":
             return width, reason
         pays = self._flight.verify_width(draft.confidence[0].tolist(), width)
         return (pays, "trimmed to what pays") if pays < width else (width, reason)
@@ -249,7 +279,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         Args:
             verify_width (`int`): Positions that the target checked.
             num_accepted (`int`): Drafted tokens that it accepted.
-            was_drafted (`bool`): Whether there was a draft.
+            was_drafted (`bool`): Whether there was a draft or a copy.
         """
         if self._flight is not None:
             self._flight.learn(verify_width, num_accepted, was_drafted=was_drafted)
@@ -261,23 +291,33 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
         Args:
             remaining (`int`): Tokens left in the budget; a step commits at most as many as it verifies.
         """
-        anchor = self._num_context
-        limit = getattr(self.drafter.config, "max_position_embeddings", None)
         if self.block_size == 1:
             return 1, ""
-        if limit is not None and anchor + self.block_size > limit:
+        room = self._room_of_drafter
+        if room is not None and self.block_size > room:
             self._pending.clear()  # it will not draft again
             return 1, "past the drafter's position limit"
         width, reason = self.block_size, ""
         if remaining < width:
             width, reason = max(1, remaining), "end of the token budget"
-        anchor += self._offset
+        width, limited = self._within_target(width)
+        return width, limited or reason
+
+    def _within_target(self, width: int) -> tuple[int, str]:
+        """As much of a width as one pass of the target may span here, and why it is less."""
+        anchor, reason = self._num_context + self._offset, ""
         for boundary, is_hard in self._limits:
             if anchor < boundary < anchor + width:
                 width, reason = boundary - anchor, "the target's position limit"
             elif anchor >= boundary and is_hard:
                 return 1, "past the target's position limit"
         return width, reason
+
+    @property
+    def _room_of_drafter(self) -> int | None:
+        """Positions from the anchor to the drafter's limit."""
+        limit = getattr(self.drafter.config, "max_position_embeddings", None)
+        return None if limit is None else limit - self._num_context
 
     @torch.no_grad()
     def draft_block(self, anchor_ids: torch.LongTensor) -> DraftBlock:
@@ -289,8 +329,11 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
             anchor_ids (`torch.LongTensor` of shape `(1, 1)`): The last committed token.
 
         Returns:
-            [`DraftBlock`] with `block_size - 1` tokens.
+            [`DraftBlock`] with `block_size - 1` tokens; in flight they may be copied ones.
         """
+        if self.source == "lookup":
+            copied = anchor_ids.new_tensor([self._copied[: self.block_size - 1]])
+            return DraftBlock(copied, None, torch.ones(copied.shape))
         if hasattr(self.drafter, "draft_block"):
             context, self._pending = self._joined_context(), []
             return self.drafter.draft_block(anchor_ids, context, position=self._num_context, block_size=self.block_size)
@@ -380,7 +423,7 @@ class BlockPilotCandidateGenerator(CandidateGenerator):
             self.observe(model_outputs.hidden_states, prompt_length if mask is None else mask[0, :prompt_length].bool())
         else:
             self.observe(model_outputs.hidden_states, int(n_last_matches) + 1)
-        width, reason = self.plan(self.generation_config.max_length - input_ids.shape[1])
+        width, reason = self.plan(self.generation_config.max_length - input_ids.shape[1], input_ids)
         self._last_step = width, width > 1
         if width == 1:
             return input_ids, None

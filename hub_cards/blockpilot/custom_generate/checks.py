@@ -33,6 +33,17 @@ def check_adapt(adapt: Any, block_size: Any = None) -> None:
         )
 
 
+def check_lookup(lookup: Any, adapt: str | None) -> None:
+    """Raise if `lookup` is no answer, or asks for what only a flight does."""
+    if lookup is not None and not isinstance(lookup, bool):
+        raise TypeError(f"`lookup` must be `True`, `False` or left out, got {lookup!r}.")
+    if lookup and adapt == "prompt":
+        raise ValueError(
+            "`lookup=True` copies from the text so far where that pays, which only steps that decide in flight do, and "
+            "here one block size holds for the whole answer. Leave `lookup` out, or pass `adapt='flight'`."
+        )
+
+
 def default_adapt(policy: Any) -> str:
     """How a call decides that was told nothing: in flight, unless its policy names one size for the whole answer."""
     names_one_size = policy is not None and getattr(policy.config, "head", "") != "curve"

@@ -105,9 +105,9 @@ class CostTable:
         return self._seconds(self.draft_s, block_size, context_length)
 
     def step_s(self, block_size: int, *, verify_width: int | None = None, context_length: int | None = None) -> float:
-        """Seconds of a step at `block_size`: drafting it and verifying it or a part of it, or one plain pass."""
+        """Seconds of a step at `block_size`: drafting it and verifying it or a part of it; at 1 nothing is drafted."""
         if block_size == 1:
-            return self.verify_at(1, context_length)
+            return self.verify_at(verify_width or 1, context_length)
         width = block_size if verify_width is None else verify_width
         return self.draft_at(block_size, context_length) + self.verify_at(width, context_length)
 

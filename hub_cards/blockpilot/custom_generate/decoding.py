@@ -121,7 +121,7 @@ class Decoding:
 
     def warn_if_useless(self) -> None:
         """Say so, once in a process, if a drafter had many chances and not one of its tokens was accepted."""
-        drafting = [step for step in self.trace.steps if step.draft_ids]
+        drafting = [step for step in self.trace.steps if step.source == "drafter"]
         if len(drafting) >= _MANY_STEPS and not any(step.num_accepted for step in drafting):
             logger.warning_once(
                 f"No drafted token was accepted in {len(drafting)} steps. The output is right, but drafting only costs "
@@ -131,7 +131,7 @@ class Decoding:
     def _step(self) -> StepRecord:
         generator = self.generator
         start = self._now()
-        width, reason = generator.plan(self._config.max_length - self.input_ids.shape[1])
+        width, reason = generator.plan(self._config.max_length - self.input_ids.shape[1], self.input_ids)
         draft = generator.draft_block(self.input_ids[:, -1:]) if width > 1 else None
         block = self.input_ids
         if draft is not None:
@@ -166,6 +166,7 @@ class Decoding:
             draft_s=drafted - start if self._times_steps else None,
             verify_s=verified_at - drafted if self._times_steps else None,
             reason=reason,
+            source=generator.source,
         )
 
     def _verify(self, draft, logits: torch.Tensor) -> Verified:
