@@ -5,8 +5,7 @@ from typing import Any
 
 from .benchmark_reading import record_labels
 from .display import counted
-from .evaluation_display import Table
-from .scaling_display import told_scaling
+from .scaling_display import LEGEND, growth_lines, growth_verdict, memory_table, shared_lines, time_table
 
 SCALINGS = "scaling*.json"
 
@@ -17,11 +16,10 @@ def scaling_section(records: Sequence[Mapping[str, Any]]) -> str:
         return ""
     parts = ["## Cost against work"]
     for label, record in zip(record_labels(records), records, strict=True):
-        told = list(told_scaling(record))
-        last = max(i for i, part in enumerate(told) if isinstance(part, Table))
-        parts += [part.markdown for part in told if isinstance(part, Table)]
-        # Below the tables: what they hold, and growth next to plain's.
-        parts.append("\n".join(f"- {line}" for line in told[last + 1 :]))
+        for sweep in record["summary"]:
+            parts += [time_table(record, sweep).markdown, memory_table(record, sweep).markdown]
+        lines = [*shared_lines(record), LEGEND, *growth_lines(record), growth_verdict(record)]
+        parts.append("\n".join(f"- {line}" for line in lines))
         run, meta = record["run_info"], record["meta_info"]
         machine = f"{meta['machine'].get('device_name')} with {counted(meta['machine']['num_threads'], 'thread')}"
         notes = f" {run['notes']}" if run.get("notes") else ""

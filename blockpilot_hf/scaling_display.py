@@ -12,6 +12,11 @@ from .scaling_summary import AXES
 TOLERANCE = 1.1
 # A process on its own has nearly all of its threads' time.
 _ALONE = 0.9
+LEGEND = (
+    "Medians over texts. A step is a pass of the target after the prefill with its draft; tau: tokens per step. Tau "
+    "differs from text to text, and with it the time of a token. MB: 10^6 bytes beyond what was held before."
+)
+_PER_TOKEN = "time per token"
 _NOUN = {"prompt_length": "prompts", "answer_length": "answers"}
 _WITH = {"prompt_length": "answers", "answer_length": "prompts"}
 
@@ -84,43 +89,48 @@ def memory_table(record: Mapping[str, Any], sweep: Mapping[str, Any]) -> Table:
 
 
 def growth_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """For each axis, what our default takes next to plain at the shortest and at the longest length."""
-    ours = default_name(record)
+    """For each axis, what ours take next to plain at the shortest and at the longest length."""
     for sweep in record["summary"]:
         where = f"{_noun(sweep).capitalize()} of {sweep['lengths'][0]:,} to {sweep['lengths'][-1]:,} tokens"
         if len(sweep["lengths"]) < 2:
             yield f"{where}: a single length, so nothing can be said of growth."
             continue
-        for measure, what in _growing(record).items():
-            told = sweep["growth"][ours][measure]
+        for name, measure, what in _growing(record):
+            told = sweep["growth"][name][measure]
             if told is None:
                 yield f"{where}, {what}: not measured here."
                 continue
-            taus = [sweep["methods"][ours]["acceptance_length"][i] for i in (0, -1)]
-            tau = f" (tau {_number(taus[0], 2)} and {_number(taus[1], 2)})" if what == "time per token" else ""
+            tau = f" ({_taus(sweep, name)})" if what == _PER_TOKEN else ""
             yield (
-                f"{where}, {what}: {_title(record)(ours)} takes {number(told['shortest'], 2)} times plain's at the "
+                f"{where}, {what}: {_title(record)(name)} takes {number(told['shortest'], 2)} times plain's at the "
                 f"shortest and {number(told['longest'], 2)} times at the longest{tau}; growth over plain's "
                 f"{number(told['growth'], 2)}."
             )
 
 
 def growth_verdict(record: Mapping[str, Any]) -> str:
-    """All in one sentence, with the largest growth found."""
-    ours = default_name(record)
-    found = [
-        (told["growth"], f"{what} over {_noun(sweep)} of rising length")
-        for sweep in record["summary"]
-        for measure, what in _growing(record).items()
-        if (told := sweep["growth"][ours][measure]) is not None
-    ]
-    if not found:
+    """What lengths alone make grow more than plain's, and beside it what the time of a token does, text and all."""
+    alone: list[tuple[float, str]] = []
+    per_token: list[str] = []
+    for sweep in record["summary"]:
+        over = f"over {_noun(sweep)} of rising length"
+        for name, measure, what in _growing(record):
+            if (told := sweep["growth"][name][measure]) is None:
+                continue
+            if what == _PER_TOKEN:
+                per_token.append(f"{number(told['growth'], 2)} {over} ({_taus(sweep, name)})")
+            else:
+                alone.append((told["growth"], f"{what} of {_title(record)(name)} {over}"))
+    if not alone:
         return "Growth: too little was measured to tell."
-    most, where = max(found)
-    beyond = [f"{number(growth, 2)} ({what})" for growth, what in found if growth > TOLERANCE]
-    if not beyond:
-        return f"Growth: none that plain generate has not; at most {number(most, 2)} times its own ({where})."
-    return f"Growth beyond plain generate's own, times: {', '.join(beyond)}."
+    beyond = [f"{number(growth, 2)} ({what})" for growth, what in alone if growth > TOLERANCE]
+    most, where = max(alone)
+    verdict = (
+        f"Growth that plain generate has not: {', '.join(beyond)} times its own"
+        if beyond
+        else f"Growth: none that plain generate has not; at most {number(most, 2)} times its own ({where})"
+    )
+    return f"{verdict}. Time per token follows the text too: {', '.join(per_token)}."
 
 
 def described_scaling(record: Mapping[str, Any]) -> Iterator[str]:
@@ -142,13 +152,19 @@ def described_scaling(record: Mapping[str, Any]) -> Iterator[str]:
     if run.get("status", "whole") != "whole":
         yield "This run was stopped before it was through: figures are of what was done."
     yield from (f"left out: {one}" for one in settings.get("left_out", ()))
-    if (share := busy_share(record)) is not None and is_shared(record):
-        yield (
-            f"The process had {100 * share:.0f} % of the time of its {counted(machine['num_threads'], 'thread')}: "
-            "others had the machine too. Time per token and step is that of the processor; other seconds are too long."
-        )
+    yield from shared_lines(record)
     if run.get("notes"):
         yield f"note: {run['notes']}"
+
+
+def shared_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """That others had the machine too, where they had."""
+    if (share := busy_share(record)) is not None and is_shared(record):
+        threads = counted(record["meta_info"]["machine"]["num_threads"], "thread")
+        yield (
+            f"The process had {100 * share:.0f} % of the time of its {threads}: others had the machine too. Time per "
+            "token and step is that of the processor; other seconds are too long."
+        )
 
 
 def busy_share(record: Mapping[str, Any]) -> float | None:
@@ -174,9 +190,29 @@ def clock(record: Mapping[str, Any]) -> tuple[str, str, str]:
     return "time_per_token_s", "time_per_step_s", ""
 
 
-def _growing(record: Mapping[str, Any]) -> dict[str, str]:
+def _growing(record: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """
+    Methods and measures that are compared with plain's, in words. Steps are those of a fixed size: in flight their
+    width follows the text as well.
+    """
     per_token, per_step, _ = clock(record)
-    return {per_token: "time per token", per_step: "time per step", "peak_memory_bytes": "memory"}
+    ours, rest = default_name(record), _others(record)
+    fixed = next((name for name in rest if record["methods"][name]["kind"] == "fixed"), ours)
+    return [(ours, per_token, _PER_TOKEN), (fixed, per_step, "time per step"), (ours, "peak_memory_bytes", "memory")]
+
+
+def _taus(sweep: Mapping[str, Any], name: str) -> str:
+    first, last = (_number(sweep["methods"][name]["acceptance_length"][i], 2) for i in (0, -1))
+    return f"tau {first} to {last}"
+
+
+def first_and_last(sweep: Mapping[str, Any], name: str, measure: str) -> str:
+    """Of a picture's panel: next to plain at both ends, and how much is accepted there where that plays a part."""
+    told = sweep["growth"][name].get(measure)
+    if told is None:
+        return ""
+    tau = "" if measure == "peak_memory_bytes" else f", {_taus(sweep, name)}"
+    return f"ours / plain: {number(told['shortest'], 2)} to {number(told['longest'], 2)}{tau}"
 
 
 def told_scaling(record: Mapping[str, Any]) -> Iterator[Table | str]:
@@ -187,10 +223,7 @@ def told_scaling(record: Mapping[str, Any]) -> Iterator[Table | str]:
         yield steps_table(record, sweep)
         yield call_table(record, sweep)
         yield memory_table(record, sweep)
-    yield (
-        "Medians over texts. A step is a pass of the target after the prefill with its draft; tau: tokens per step. "
-        "Tau differs from text to text, and with it the time of a token. MB: 10^6 bytes beyond what was held before."
-    )
+    yield LEGEND
     yield from growth_lines(record)
     yield growth_verdict(record)
 
@@ -237,6 +270,7 @@ def _scaled(value: float | None, factor: float) -> str:
 
 
 __all__ = [
+    "LEGEND",
     "TOLERANCE",
     "busy_share",
     "call_table",
@@ -244,10 +278,12 @@ __all__ = [
     "default_name",
     "described_axis",
     "described_scaling",
+    "first_and_last",
     "growth_lines",
     "growth_verdict",
     "is_shared",
     "memory_table",
+    "shared_lines",
     "steps_table",
     "time_table",
     "told_scaling",

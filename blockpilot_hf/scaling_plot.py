@@ -6,7 +6,7 @@ from typing import Any
 
 from .benchmark_methods import PLAIN
 from .plot_style import GREY, RED, bare, new_figure, save_figure
-from .scaling_display import clock, default_name, described_axis
+from .scaling_display import clock, default_name, described_axis, first_and_last
 from .units import require_extra
 
 SCALING_PLOT = "scaling.png"
@@ -67,9 +67,7 @@ def draw_scaling(record: Mapping[str, Any], folder: Path, *, prefix: str = "") -
             axes.yaxis.set_minor_formatter(NullFormatter())
             bare(axes, grid="both")
             axes.tick_params(labelsize=8.5)
-            told = sweep["growth"].get(default_name(record), {}).get(measure)
-            if told is not None:
-                axes.set_title(f"ours / plain: {told['shortest']:.2f} to {told['longest']:.2f}", fontsize=9, loc="left")
+            axes.set_title(first_and_last(sweep, default_name(record), measure), fontsize=9, loc="left")
         of_measure[0].set_ylabel(label, fontsize=9)
     for sweep, axes in zip(sweeps, panels[-1], strict=True):
         axes.set_xlabel(described_axis(sweep), fontsize=9)

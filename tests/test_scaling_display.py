@@ -39,18 +39,32 @@ def test_tables_have_a_row_per_length_and_the_figures_of_all_methods(record):
 
 
 def test_no_growth_is_said_with_its_number(record):
-    assert growth_verdict(record).startswith("Growth: none that plain generate has not; at most 1.00 times its own")
+    verdict = growth_verdict(record)
+    assert verdict.startswith("Growth: none that plain generate has not; at most 1.00 times its own")
+    assert "1.00 over prompts of rising length (tau 1.60 to 1.60)" in verdict
     lines = list(growth_lines(record))
     assert len(lines) == 6
     assert "Prompts of 64 to 1,024 tokens, time per token: in flight takes 0.75 times plain's" in lines[0]
-    assert "(tau 1.60 and 1.60); growth over plain's 1.00." in lines[0]
+    assert "(tau 1.60 to 1.60); growth over plain's 1.00." in lines[0]
+    assert "time per step: block size 8 takes 1.80 times plain's" in lines[1]
 
 
 def test_growth_is_said_too_and_where_it_is():
-    verdict = growth_verdict(make_scaling_record(slower=0.1))
-    assert verdict.startswith("Growth beyond plain generate's own, times: 2.")
-    assert "time per step over prompts of rising length" in verdict and "memory" not in verdict
-    assert "answers" not in verdict
+    record = make_scaling_record(slower=0.1)
+    told = record["summary"][0]["growth"]["size 8"]["time_per_step_s"]["growth"]
+    verdict, per_token = growth_verdict(record).split(". Time per token")
+    where = "(time per step of block size 8 over prompts of rising length)"
+    assert verdict == f"Growth that plain generate has not: {told:.2f} {where} times its own" and told > 1.5
+    assert f"{record['summary'][0]['growth']['flight']['time_per_token_s']['growth']:.2f} over prompts" in per_token
+
+
+def test_a_text_that_is_accepted_less_is_no_growth_of_costs():
+    record = make_scaling_record()
+    told = record["summary"][0]["growth"]["flight"]["time_per_token_s"]
+    told.update(longest=2 * told["longest"], growth=2.0)
+    record["summary"][0]["methods"]["flight"]["acceptance_length"][-1] = 0.8
+    verdict = growth_verdict(record)
+    assert verdict.startswith("Growth: none") and "2.00 over prompts of rising length (tau 1.60 to 0.80)" in verdict
 
 
 def test_what_was_not_measured_is_no_figure_and_no_verdict():
