@@ -1,5 +1,7 @@
 """Made-up scaling records: costs from a small model, figures from these costs, the same ones every time."""
 
+import copy
+
 from blockpilot_hf.scaling_summary import summarize_scaling
 
 METHODS = {
@@ -82,7 +84,7 @@ def make_scaling_record(dtype="float32", **more):
             "memory": "kernel",
             "answers": "min_new_tokens = max_new_tokens",
         },
-        "methods": METHODS,
+        "methods": copy.deepcopy(METHODS),
         "costs": {},
         "cells": lines,
         "summary": summarize_scaling(lines, [*METHODS]),

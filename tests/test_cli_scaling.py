@@ -35,7 +35,7 @@ def test_record_table_and_picture(run, folders, tmp_path):
     assert record["meta_info"]["drafter"]["training_block_size"] == 8 and record["costs"]["verify_s"]
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
     told = [line for line in out.splitlines() if line.startswith("Growth")]
-    assert len(told) == 1 and "left out: prompts of 4,096 tokens" in out and "record: " in out
+    assert len(told) == 1 and "left out: prompts of 4,096 tokens" in out and "record:" in out
 
     again, shown, _ = run("report", tmp_path / "scaling.json", "--plots", tmp_path / "again", target=False)
     assert again == 0 and told[0] in shown
