@@ -75,7 +75,8 @@ def test_record_has_every_prompt_turn_and_method(alone):
         for turn in range(1, turns + 1)
     ]
     ran = {name for name, method in record["methods"].items() if not method["reason"]}
-    assert ran == {"plain", "stock_dflash", "prompt_lookup", "dflash", "size 4", "size 8", "flight", "flight_drawn"}
+    ours = {"size 4", "size 8", "flight_drafts", "flight", "flight_drawn"}
+    assert ran == {"plain", "stock_dflash", "prompt_lookup", "dflash", *ours}
     assert "--policy" in record["methods"]["seconds"]["reason"]
     greedy, sampled = record["results"]
     assert set(greedy["groups"]["all"]["methods"]) == ran - {"flight_drawn"}

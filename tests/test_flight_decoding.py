@@ -324,16 +324,16 @@ def test_decoding_in_flight_with_drawn_proposals_has_the_law_of_plain_sampling(t
 
 def test_the_generator_flies_in_stock_assisted_decoding_too(target, drafter):
     generator = BlockPilotCandidateGenerator(
-        drafter, target, GenerationConfig(max_length=40), adapt="flight", costs=table(), lookup=False
+        drafter, target, GenerationConfig(max_length=80), adapt="flight", costs=table(), lookup=False
     )
     ids = make_prompt(9)
     with torch.no_grad():
         outputs = target(ids, output_hidden_states=True)
         generator.get_candidates(ids, is_first_iteration=True)
-        for _ in range(60):
+        for _ in range(80):
             ids = torch.cat([ids, outputs.logits[:, -1].argmax(-1, keepdim=True)], dim=1)
             outputs = target(ids, output_hidden_states=True)
-            if ids.shape[1] >= 39:
+            if ids.shape[1] >= 79:
                 break
             kept = 0 if ids.shape[1] == 10 else None
             states = outputs.hidden_states if kept == 0 else tuple(s[:, -2:-1] for s in outputs.hidden_states)

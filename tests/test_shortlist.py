@@ -47,7 +47,12 @@ def test_a_shortlist_survives_saving_and_changes_no_output(target, shortlisted, 
     for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 1.0}):
         plain = plain_generate(target, ids, max_new_tokens=12, **sampling)
         output = pilot_generate(
-            BlockPilot(loaded, False), target, ids, max_new_tokens=12, return_dict_in_generate=True, **sampling
+            BlockPilot(loaded, False, lookup=False),
+            target,
+            ids,
+            max_new_tokens=12,
+            return_dict_in_generate=True,
+            **sampling,
         )
         assert output.sequences.tolist() == plain.tolist()
         assert {i for step in output.blockpilot.steps for i in step.draft_ids} <= {3, 7, 20, 41}
