@@ -290,7 +290,7 @@ def _why_they_differ(plain: dict[str, Any]) -> str:
 
 def _row(number: int, each: tuple[StepRecord, str]) -> str:
     step, discarded = each
-    proposer = {"lookup": "the text so far", "drafter": "the drafter"}.get(step.source, "")
+    proposer = {"lookup": "text so far", "drafter": "drafter"}.get(step.source, "")
     counts = [step.block_size, step.verify_width, sum(are_accepted(step))]
     values = [number, proposer, *counts, _visible(discarded), step.reason]
     return f"<tr>{''.join(f'<td>{escape(str(value))}' for value in values)}</tr>"
