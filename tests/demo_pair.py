@@ -36,7 +36,8 @@ def writing_pair(text=TEXT, *, accuracy=0.7, block_size=8, seconds_per_pass=0.0,
             time.sleep(seconds_per_pass)
         given = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         width = output.logits.shape[1]
-        last = int(output.past_key_values.get_seq_length())  # positions seen, this pass included
+        cache = output.cache if "cache" in output else output.past_key_values  # by the version of transformers
+        last = int(cache.get_seq_length())  # positions seen, this pass included
         if (given == start).any():  # the prompt's last token
             lengths["prompt"] = last - given.shape[1] + int((given[0] == start).nonzero()[-1]) + 1
         for j in range(width):
