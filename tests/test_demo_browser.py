@@ -45,7 +45,7 @@ def visit(chromium):
         context = chromium.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(120_000)  # the first page of a busy machine takes its time
         page.on(
             "request", lambda request: request.url.startswith((url, "data:", "blob:")) or problems.append(request.url)
         )
