@@ -8,8 +8,9 @@ now and then. In the table's seconds an answer never costs more than plain decod
 exceed it is not tried.
 
 The contract: a decision is a function of the table, the prior, the text so far, accepted lengths of the past and what
-the drafter says of the draft at hand. It reads no clock, so the same seed gives the same trace, and it never looks at a drawn token, so
-sampling stays exact also where drafted tokens are drawn from the drafter's distribution.
+the drafter says of the draft at hand. It reads no clock, so the same seed gives the same trace, and it never looks at a
+token drawn in the step at hand, so sampling stays exact also where drafted tokens are drawn from the drafter's
+distribution.
 """
 
 import itertools

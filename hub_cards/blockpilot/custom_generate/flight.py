@@ -4,12 +4,13 @@ Drafting is worth its seconds where drafted tokens are accepted, and how often t
 [`Flight`] starts from a prior (what a policy predicts for the prompt, or what is common), takes every accepted and
 every rejected token as evidence, and picks what commits the most tokens per second under a cost table: a draft, tokens
 copied from the text so far ([`Lookup`]), which take no pass to propose, or neither. In plain stretches it looks again
-now and then. In the table's seconds an answer never costs more than
-plain decoding plus a small budget: what could exceed it is not tried.
+now and then. In the table's seconds an answer never costs more than plain decoding plus a small budget: what could
+exceed it is not tried.
 
-The contract: a decision is a function of the table, the prior, accepted lengths of the past and what the drafter says
-of the draft at hand. It reads no clock, so the same seed gives the same trace, and it never looks at a drawn token, so
-sampling stays exact also where drafted tokens are drawn from the drafter's distribution.
+The contract: a decision is a function of the table, the prior, the text so far, accepted lengths of the past and what
+the drafter says of the draft at hand. It reads no clock, so the same seed gives the same trace, and it never looks at a
+token drawn in the step at hand, so sampling stays exact also where drafted tokens are drawn from the drafter's
+distribution.
 """
 
 import itertools
