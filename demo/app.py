@@ -188,6 +188,8 @@ def build(session: Session) -> gr.Blocks:
         stop_button.click(stop, None, outputs, cancels=[running], **PRIVATE)
         gr.on([demo.load, loading.tick], look, None, [status, loading], **PRIVATE)
         demo.unload(leave)
+        # Gradio reads from it what the outputs are, and takes an iterator for one that can be anything.
+        generate.__annotations__["return"] = tuple[str, dict]
         gr.api(generate, api_name="generate", **ONE_AT_A_TIME)
         gr.api(info, api_name="info", concurrency_limit=8, concurrency_id="info")
     demo.queue(max_size=64)

@@ -42,6 +42,8 @@ def test_the_endpoints_have_named_fields(tiny):
     assert set(endpoints) == {"/generate", "/info"}
     names = [parameter["parameter_name"] for parameter in endpoints["/generate"]["parameters"]]
     assert names == ["prompt", "max_new_tokens", "temperature", "seed", "rule", "block_size", "compare"]
+    types = [output["python_type"]["type"] for output in endpoints["/generate"]["returns"]]
+    assert types[0] == "str" and types[1].startswith("dict") and len(types) == 2
     text = (ROOT / "demo" / "README.md").read_text(encoding="utf-8")
     assert all(f"    {name}=" in text for name in names)
 

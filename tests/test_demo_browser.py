@@ -271,6 +271,9 @@ def test_a_second_visitor_sees_the_place_in_the_queue_and_may_leave(visit, slow)
     first.wait_for_function("document.querySelectorAll('#answer .block').length > 2")
     second.click("#run")
     second.wait_for_selector("#status :text('queue')")
+    # What a box around it cuts off has a size of its own, too: how much of it is to be seen?
+    share = "e => new Promise(tell => new IntersectionObserver(([entry]) => tell(entry.intersectionRatio)).observe(e))"
+    assert second.locator("#status .progress-text").evaluate(share) > 0.9
     second.click("#stop")
     second.wait_for_selector("#run:not([disabled])")
     assert "Stopped before it began" in second.text_content("#status")
