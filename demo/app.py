@@ -52,6 +52,8 @@ FONT_MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans
 def build(session: Session) -> gr.Blocks:
     """The page and the endpoints. Nothing is loaded, fetched or run here."""
 
+    watching: set[str] = set()  # visitors whose answer is being shown
+
     @GPU
     def answers(request: Request, visitor: str) -> Iterator[Answer]:
         yield from session.run(request, visitor)
@@ -61,6 +63,7 @@ def build(session: Session) -> gr.Blocks:
         visitor: gr.Request,
     ) -> Iterator[Any]:  # fmt: skip
         request = Request(prompt, max_new_tokens, temperature, seed, rule, block_size, compare)
+        watching.add(_name(visitor))
         try:
             drawn: list[Any] = [None] * 4
             for answer in answers(request, _name(visitor)):
@@ -73,6 +76,8 @@ def build(session: Session) -> gr.Blocks:
                 yield (*changes, *(buttons(is_running=False) if answer.is_over else (gr.skip(), gr.skip())))
         except ValueError as problem:  # of the request; whatever else happens is part of an answer
             yield (page.error(str(problem)), gr.skip(), gr.skip(), gr.skip(), *buttons(is_running=False))
+        finally:
+            watching.discard(_name(visitor))
 
     def stop(visitor: gr.Request) -> Any:
         answer = session.stop(_name(visitor))
@@ -83,8 +88,10 @@ def build(session: Session) -> gr.Blocks:
             drawn[0] = page.STOPPING
         return (*drawn, *buttons(is_running=False))
 
-    def look() -> Any:
+    def look(visitor: gr.Request) -> Any:
         """How far loading is, until it is over or a run tells."""
+        if _name(visitor) in watching:  # a look that was on its way when Run was pressed
+            return gr.skip(), gr.Timer(active=False)
         state = session.info()
         return page.status(None, state), gr.Timer(active=state["state"] in ("not loaded", "loading"))
 

@@ -175,13 +175,12 @@ def strip(answer: Answer) -> str:
     """One column for each step, from below: accepted (or copied), the target's own, rejected, not verified."""
     assert answer.trace is not None
     steps = answer.trace.steps
-    tallest = max(len(cells(step)) for step in steps)
     columns = []
     for number, (step, discarded) in enumerate(zip(steps, answer.discarded, strict=True), start=1):
-        height = tallest * _CELL_HEIGHT
+        kinds = cells(step)
+        height = len(kinds) * _CELL_HEIGHT
         shapes = "".join(
-            f'<use href="#cell-{kind}" y="{height - (place + 1) * _CELL_HEIGHT}"/>'
-            for place, kind in enumerate(cells(step))
+            f'<use href="#cell-{kind}" y="{height - (place + 1) * _CELL_HEIGHT}"/>' for place, kind in enumerate(kinds)
         )
         words = _attribute(step_words(number, step, discarded))
         picture = f'<svg width="{_CELL_WIDTH}" height="{height}" aria-hidden="true">{shapes}</svg>'

@@ -205,7 +205,7 @@ def test_stop_during_the_prefill_shows_at_once_and_nothing_is_decoded(visit, ser
 
 
 def test_a_page_says_that_the_models_are_being_loaded_and_a_run_waits_for_them(visit, serve):
-    may_end, pair = threading.Event(), writing_pair()
+    may_end, pair = threading.Event(), writing_pair(ends=False, seconds_per_pass=0.2)
     models = Models(lambda: (may_end.wait(120), pair)[1])
     url, session = serve(models)
     models.load_in_background()
@@ -217,11 +217,22 @@ def test_a_page_says_that_the_models_are_being_loaded_and_a_run_waits_for_them(v
     leaving.click("#stop")
     leaving.wait_for_selector("#run:not([disabled])")
     assert "Stopped before it began" in leaving.text_content("#status")
+    # A look at how far loading is that was on its way when Run was pressed.
+    late = []
+    asking.route("**/run/predict*", lambda route: route.continue_() if late else late.append(route))
+    while not late:
+        asking.wait_for_timeout(100)
     asking.click("#run")
-    asking.wait_for_selector("#run[disabled]")
+    asking.wait_for_selector("#status :text('Loading the models')")
+    late[0].continue_()
+    asking.wait_for_timeout(500)
     may_end.set()
+    asking.wait_for_selector("#status :text('Answering')")
+    asking.wait_for_timeout(3000)  # the page looks every two seconds, until a run tells
+    assert "Answering" in asking.text_content("#status")
+    asking.click("#stop")
     asking.wait_for_selector("#trace", state="attached")
-    assert trace_of(asking)["state"] == "done"
+    assert trace_of(asking)["state"] == "stopped"
     watching.wait_for_selector("#status :text('Ready.')")
     assert "tiny" in watching.text_content("#status .where")
     assert not leaving.query_selector("#trace") and not session.info()["is_busy"]
