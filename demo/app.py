@@ -184,9 +184,11 @@ def build(session: Session) -> gr.Blocks:
             ask, None, None, [run_button, stop_button, loading], js=_in_browser(*buttons(is_running=True), _PAUSE),
             api_visibility="private",
         )  # fmt: skip
+        # "multiple": a run that was just stopped still counts as running for a moment, and "once" would then ignore the
+        # next click after its buttons had changed, for good. A second click is kept off by the button itself.
         running = gr.on(
             ask, show, fields, outputs, api_visibility="private", show_progress="minimal", show_progress_on=status,
-            trigger_mode="once", **ONE_AT_A_TIME,
+            trigger_mode="multiple", **ONE_AT_A_TIME,
         )  # fmt: skip
         stop_button.click(
             None, None, [status, stop_button], js=_in_browser(page.STOPPING, buttons(is_running=False)[1]),
