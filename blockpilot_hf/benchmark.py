@@ -15,6 +15,7 @@ import torch
 
 from .benchmark_methods import PLAIN, Answer, Method, timed_answer
 from .json_lines import append_line, read_lines
+from .parity import first_difference
 from .prompts import Prompt, encode_prompt
 
 WARM_UP_TOKENS = 8
@@ -174,13 +175,6 @@ def _call_facts(
     return facts
 
 
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Position of the first token that differs, or where the shorter one ends; `None` if they are equal."""
-    shared = min(len(a), len(b))
-    unequal = (i for i in range(shared) if a[i] != b[i])
-    return next(unequal, None if len(a) == len(b) else shared)
-
-
 @torch.inference_mode()
 def near_tie(
     target: Any, input_ids: torch.LongTensor, plain: Sequence[int], other: Sequence[int], position: int
@@ -220,7 +214,6 @@ def _hash(ids: Iterable[int]) -> str:
 __all__ = [
     "WARM_UP_TOKENS",
     "Round",
-    "first_difference",
     "make_rounds",
     "near_tie",
     "read_rounds",

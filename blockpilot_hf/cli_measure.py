@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from .benchmark import first_difference
 from .generate import BlockPilot
-from .parity import compare_prompt
+from .parity import compare_prompt, first_difference
 from .trace import DecodeTrace
 
 _WARM_UP_TOKENS = 8

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .costs import CostTable
 from .flight import COPY_WIDTH, Flight
 from .lookup import Lookup
+from .parity import first_difference
 from .sweep import SweepRow
 
 
@@ -74,7 +75,8 @@ def fly(
         match_length, copied = known.find(min(COPY_WIDTH, remaining) - 1)
         if match_length:
             width = flight.copy_width(match_length, len(copied) + 1, remaining, length)
-            reach = _num_equal(copied, answer_ids[position + 1 :])
+            difference = first_difference(copied, answer_ids[position + 1 :])
+            reach = len(copied) if difference is None else difference
         if width == 1:
             size, _ = flight.draft_size(remaining, length)
             if size > 1:
@@ -115,11 +117,6 @@ def least_seconds(row: SweepRow, costs: CostTable, block_sizes: Sequence[int]) -
             ]
         least[position] = min(options)
     return least[0]
-
-
-def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many are the same from the start."""
-    return next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
 
 
 def _ids(row: SweepRow) -> tuple[tuple[int, ...], tuple[int, ...]]:

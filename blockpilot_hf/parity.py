@@ -85,7 +85,7 @@ def compare_prompt(
     for size in block_sizes:
         fixed = {} if size is None else {"block_size": size}
         output, ours_s = run(ours, **fixed)
-        difference = _first_difference(plain.sequences[0, length:], output.sequences[0, length:])
+        difference = first_difference(*(each.sequences[0, length:].tolist() for each in (plain, output)))
         gap = change = None
         explained = difference is None
         if difference is not None:
@@ -111,19 +111,18 @@ def compare_prompt(
     return comparisons
 
 
-def _first_difference(a: torch.Tensor, b: torch.Tensor) -> int | None:
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Position of the first token that differs, or where the shorter one ends; `None` if they are equal."""
     shared = min(len(a), len(b))
-    unequal = (a[:shared] != b[:shared]).nonzero()
-    if len(unequal):
-        return int(unequal[0])
-    return None if len(a) == len(b) else shared
+    unequal = (i for i in range(shared) if a[i] != b[i])
+    return next(unequal, None if len(a) == len(b) else shared)
 
 
 def _explain(
     plain: Any, ours: Any, length: int, position: int, noise: torch.Tensor | None
 ) -> tuple[float | None, float | None, bool]:
     """Gap of the two tokens and largest score change at the first difference, and whether they explain it."""
-    repeated = _first_difference(plain.sequences[0, length:], ours.sequences[0, length:])
+    repeated = first_difference(*(each.sequences[0, length:].tolist() for each in (plain, ours)))
     ends = [min(output.sequences.shape[1] - length, len(output.scores)) for output in (plain, ours)]
     if repeated != position or position >= min(ends):  # not the same again, or one of the two ended there
         return None, None, False

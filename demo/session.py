@@ -17,8 +17,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from answer import Answer, Token
-from blockpilot_hf.benchmark import first_difference, near_tie
+from blockpilot_hf.benchmark import near_tie
 from blockpilot_hf.display import Piece, PieceStream, are_accepted
+from blockpilot_hf.parity import first_difference
 from blockpilot_hf.prompts import encode_prompt
 from blockpilot_hf.trace import StepRecord
 from models import Loaded, Models

@@ -8,7 +8,6 @@ from conftest import make_prompt, make_target, plain_generate
 
 from blockpilot_hf import benchmark
 from blockpilot_hf.benchmark import (
-    first_difference,
     make_rounds,
     near_tie,
     read_rounds,
@@ -16,6 +15,7 @@ from blockpilot_hf.benchmark import (
     run_rounds,
 )
 from blockpilot_hf.benchmark_methods import Answer, Method
+from blockpilot_hf.parity import first_difference
 from blockpilot_hf.prompts import Prompt
 
 RUN = {"target": "t"}

@@ -10,9 +10,9 @@ from blockpilot_hf import BlockPilot
 from blockpilot_hf.parity import (
     ScriptedDrafter,
     _explain,
-    _first_difference,
     _sampling_noise,
     compare_prompt,
+    first_difference,
 )
 
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
@@ -46,7 +46,7 @@ def test_in_float32_every_block_size_is_identical(target, settings):
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([1, 2], [1], 1), ([], [4], 0), ([], [], None)],
 )
 def test_the_first_difference_counts_new_tokens_and_missing_ones(a, b, expected):
-    assert _first_difference(torch.tensor(a), torch.tensor(b)) == expected
+    assert first_difference(a, b) == expected
 
 
 def outputs(tokens, scores):
