@@ -1,11 +1,11 @@
 """A benchmark's record read from a file and checked, and what tables and pictures need to know of it."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .evaluation_rules import ALL, GROUPS, group_of
+from .record_reading import lacking, read_sections
 
 PLAIN = "plain"
 PARTS = ("prefill", "policy", "draft", "verify", "other")
@@ -34,20 +34,7 @@ def read_record(path: Path) -> dict[str, Any]:
     Raises:
         `ValueError`: if it is not JSON, not a benchmark's record, or lacks what tables are made of.
     """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is no whole JSON file ({error}). Name a `benchmark.json` as `blockpilot benchmark` writes it."
-        ) from error
-    sections = record if isinstance(record, dict) else {}
-    missing = [name for name, kind in _SECTIONS.items() if not isinstance(sections.get(name), kind)]
-    if missing:
-        found = f"has {', '.join(sections) or 'no sections'}" if isinstance(record, dict) else "is no object"
-        raise ValueError(
-            f"{path} is no record of `blockpilot benchmark`: it {found}, and lacks {', '.join(missing)}. Name a "
-            "`benchmark.json` as that command writes it."
-        )
+    record = read_sections(path, _SECTIONS, command="blockpilot benchmark", file="benchmark.json")
     if not record["results"]:
         raise ValueError(
             f"{path} has no results: its run stopped before a prompt was done. Run `blockpilot benchmark` again."
@@ -63,40 +50,33 @@ def _problems(record: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(record[section].get(name), dict):
             yield f"`{section}` lacks `{name}`"
     for name, method in record["methods"].items():
-        yield from _lacking(f"`methods`, {name}", method, _OF_METHOD)
+        yield from lacking(f"`methods`, {name}", method, _OF_METHOD)
         if method["kind"] not in _KINDS:
             yield f"`methods`, {name} is of the kind {method['kind']!r}, which is none of {', '.join(_KINDS)}"
     if PLAIN not in record["methods"]:
         yield f"`methods` lacks `{PLAIN}`, which the others are compared with"
     for i, result in enumerate(record["results"]):
         where = f"`results`, entry {i}"
-        yield from _lacking(where, result, ("temperature", "num_prompts", "groups"))
+        yield from lacking(where, result, ("temperature", "num_prompts", "groups"))
         if not isinstance(result["groups"], dict) or ALL not in result["groups"]:
             yield f"{where} lacks the group `{ALL}`"
         for group, judged in result["groups"].items():
-            yield from _lacking(f"{where}, {group}", judged, _OF_GROUP)
+            yield from lacking(f"{where}, {group}", judged, _OF_GROUP)
             for name, told in judged["methods"].items():
                 here = f"{where}, {group}, {name}"
                 if name not in record["methods"]:
                     yield f"{here} is not in `methods`"
-                yield from _lacking(here, told, (*_INTERVALS, *_BOUNDS, *_COUNTS, "seconds_per_token"))
-                yield from _lacking(f"{here}, `seconds_per_token`", told["seconds_per_token"], PARTS)
+                yield from lacking(here, told, (*_INTERVALS, *_BOUNDS, *_COUNTS, "seconds_per_token"))
+                yield from lacking(f"{here}, `seconds_per_token`", told["seconds_per_token"], PARTS)
                 for key in (*_INTERVALS, *_BOUNDS):
                     if told[key] is not None:
-                        yield from _lacking(f"{here}, `{key}`", told[key], ("estimate", "low", "high"))
+                        yield from lacking(f"{here}, `{key}`", told[key], ("estimate", "low", "high"))
                         if not all(one is None or isinstance(one, int | float) for one in told[key].values()):
                             yield f"{here}, `{key}` holds other things than numbers"
     for i, row in enumerate(record.get("per_prompt") or ()):
-        yield from _lacking(f"`per_prompt`, entry {i}", row, _OF_ROW)
+        yield from lacking(f"`per_prompt`, entry {i}", row, _OF_ROW)
         for name, call in row["calls"].items():
-            yield from _lacking(f"`per_prompt`, entry {i}, {name}", call, _OF_CALL)
-
-
-def _lacking(where: str, entry: Any, keys: Sequence[str]) -> Iterator[str]:
-    if not isinstance(entry, dict):
-        yield f"{where} is no object"
-    elif missing := [key for key in keys if key not in entry]:
-        yield f"{where} lacks {', '.join(f'`{key}`' for key in missing)}"
+            yield from lacking(f"`per_prompt`, entry {i}, {name}", call, _OF_CALL)
 
 
 def titles(record: Mapping[str, Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from .cli_console import TABLE_WIDTH, Screen
 from .evaluation_display import Table
 from .scaling_display import told_scaling
 from .scaling_plot import draw_scaling
-from .scaling_reading import is_scaling_record, read_scaling_record
+from .scaling_reading import is_scaling, is_scaling_record, read_scaling_record
 from .units import require_extra
 
 
@@ -55,14 +55,14 @@ def report_command(
     if plots is not None:
         require_extra("matplotlib")
     _check_output(output, records)
-    is_scaling = _are_scaling(records)
-    if is_scaling and format == ReportFormat.LATEX:
+    are_scaling = _are_scaling(records)
+    if are_scaling and format == ReportFormat.LATEX:
         raise ValueError(
             "`--format latex` has tables of benchmarks only. Use terminal or markdown for scaling records."
         )
-    read = [read_scaling_record(path) if is_scaling else read_record(path) for path in records]
+    read = [read_scaling_record(path) if are_scaling else read_record(path) for path in records]
     labels = record_labels(read)
-    if plots is not None and not is_scaling:
+    if plots is not None and not are_scaling:
         for path, record in zip(records, read, strict=True):
             check_plots(record, path)
     written = _written(read, labels, format)
@@ -70,7 +70,7 @@ def report_command(
     if plots is not None:  # before anything is shown: a closed pipe must not cost the pictures
         plots.mkdir(parents=True, exist_ok=True)
         for record, label in zip(read, labels, strict=True):
-            draw = draw_scaling if is_scaling else draw_benchmark
+            draw = draw_scaling if are_scaling else draw_benchmark
             pictures += draw(record, plots, prefix=_slug(label) if len(read) > 1 else "")
     screen = Screen()
     if output is None:
@@ -99,12 +99,8 @@ def show_record(screen: Screen, record: Mapping[str, Any]) -> None:
         was_line = isinstance(part, str)
 
 
-def _is_scaling(record: Mapping[str, Any]) -> bool:
-    return "cells" in record
-
-
 def _told(record: Mapping[str, Any]) -> Iterator[Table | str]:
-    return told_scaling(record) if _is_scaling(record) else told_benchmark(record)
+    return told_scaling(record) if is_scaling(record) else told_benchmark(record)
 
 
 def _are_scaling(paths: Sequence[Path]) -> bool:
@@ -125,7 +121,7 @@ def _show_table(screen: Screen, whole: Table) -> None:
 
 
 def _show(screen: Screen, records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
-    if len(records) > 1 and not _is_scaling(records[0]):
+    if len(records) > 1 and not is_scaling(records[0]):
         _show_table(screen, compared_table(records))
     for record, label in zip(records, labels, strict=True):
         if len(records) > 1:
@@ -149,7 +145,7 @@ def _written(records: Sequence[Mapping[str, Any]], labels: Sequence[str], format
         if len(records) == 1:
             return markdown_parts(_told(records[0]))
         parts = [f"## {label}\n\n{markdown_parts(_told(one))}" for label, one in zip(labels, records, strict=True)]
-        return "\n".join(parts if _is_scaling(records[0]) else [f"{readme_table(records)}\n", *parts])
+        return "\n".join(parts if is_scaling(records[0]) else [f"{readme_table(records)}\n", *parts])
     return None
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .benchmark_methods import PLAIN
+from .record_reading import lacking, read_sections
 from .scaling_summary import AXES, GROWTH, MEASURES
 
 _SECTIONS = {
@@ -20,13 +21,18 @@ _OF_METHOD = ("title", "kind", "is_default")
 _AGAIN = "Run `blockpilot scaling` again with this version, or use the version that wrote the file."
 
 
+def is_scaling(record: Any) -> bool:
+    """Whether something looks like a record of `blockpilot scaling`, broken or not, rather than like another one."""
+    return isinstance(record, dict) and "cells" in record
+
+
 def is_scaling_record(path: Path) -> bool:
-    """Whether a file looks like a record of `blockpilot scaling`, broken or not, rather than like another one."""
+    """The same of a file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         return False
-    return isinstance(record, dict) and "cells" in record
+    return is_scaling(record)
 
 
 def read_scaling_record(path: Path) -> dict[str, Any]:
@@ -39,20 +45,7 @@ def read_scaling_record(path: Path) -> dict[str, Any]:
     Raises:
         `ValueError`: if it is not JSON, not such a record, or lacks what the tables are made of.
     """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is no whole JSON file ({error}). Name a `scaling.json` as `blockpilot scaling` writes it."
-        ) from error
-    sections = record if isinstance(record, dict) else {}
-    missing = [name for name, kind in _SECTIONS.items() if not isinstance(sections.get(name), kind)]
-    if missing:
-        found = f"has {', '.join(sections) or 'no sections'}" if isinstance(record, dict) else "is no object"
-        raise ValueError(
-            f"{path} is no record of `blockpilot scaling`: it {found}, and lacks {', '.join(missing)}. Name a "
-            "`scaling.json` as that command writes it."
-        )
+    record = read_sections(path, _SECTIONS, command="blockpilot scaling", file="scaling.json")
     if problem := next(_problems(record), None):
         raise ValueError(f"{path} is a scaling record that this version cannot show: {problem}. {_AGAIN}")
     return record
@@ -64,39 +57,39 @@ def _problems(record: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(record["meta_info"].get(name), dict):
             yield f"`meta_info` lacks `{name}`"
     for name, method in record["methods"].items():
-        yield from _lacking(f"`methods`, {name}", method, _OF_METHOD)
+        yield from lacking(f"`methods`, {name}", method, _OF_METHOD)
     if PLAIN not in record["methods"]:
         yield f"`methods` lacks `{PLAIN}`, which the others are compared with"
     others = [name for name in record["methods"] if name != PLAIN]
     if not others:
         yield f"`methods` holds nothing beside `{PLAIN}`"
     for i, cell in enumerate(record["cells"]):
-        yield from _lacking(f"`cells`, entry {i}", cell, ("calls",))
+        yield from lacking(f"`cells`, entry {i}", cell, ("calls",))
         for name, call in cell["calls"].items():
-            yield from _lacking(f"`cells`, entry {i}, {name}", call, ("total_s", "cpu_s"))
+            yield from lacking(f"`cells`, entry {i}, {name}", call, ("total_s", "cpu_s"))
     if not record["summary"]:
         yield "`summary` is empty"
     for i, sweep in enumerate(record["summary"]):
         where = f"`summary`, entry {i}"
-        yield from _lacking(where, sweep, ("axis", "lengths", "num_repeats", "methods", "growth"))
+        yield from lacking(where, sweep, ("axis", "lengths", "num_repeats", "methods", "growth"))
         if sweep["axis"] not in AXES:
             yield f"{where} is of {sweep['axis']!r}, which is none of {', '.join(AXES)}"
-        yield from _lacking(where, sweep, [axis for axis in AXES if axis != sweep["axis"]])
+        yield from lacking(where, sweep, [axis for axis in AXES if axis != sweep["axis"]])
         if not isinstance(sweep["lengths"], list) or not sweep["lengths"]:
             yield f"{where} has no lengths"
-        yield from _lacking(f"{where}, `methods`", sweep["methods"], list(record["methods"]))
+        yield from lacking(f"{where}, `methods`", sweep["methods"], list(record["methods"]))
         for name in record["methods"]:
             told = sweep["methods"][name]
-            yield from _lacking(f"{where}, {name}", told, MEASURES)
+            yield from lacking(f"{where}, {name}", told, MEASURES)
             for measure in MEASURES:
                 if not _are_numbers(told[measure], len(sweep["lengths"])):
                     yield f"{where}, {name}, `{measure}` is no number for each of {len(sweep['lengths'])} lengths"
-        yield from _lacking(f"{where}, `growth`", sweep["growth"], others)
+        yield from lacking(f"{where}, `growth`", sweep["growth"], others)
         for name in others:
-            yield from _lacking(f"{where}, `growth`, {name}", sweep["growth"][name], GROWTH)
+            yield from lacking(f"{where}, `growth`, {name}", sweep["growth"][name], GROWTH)
             for measure in GROWTH:
                 if (told := sweep["growth"][name][measure]) is not None:
-                    yield from _lacking(
+                    yield from lacking(
                         f"{where}, `growth`, {name}, `{measure}`", told, ("shortest", "longest", "growth")
                     )
                     if not _are_numbers([*told.values()], len(told)):
@@ -112,11 +105,4 @@ def _are_numbers(values: Any, count: int) -> bool:
     )
 
 
-def _lacking(where: str, entry: Any, keys: Any) -> Iterator[str]:
-    if not isinstance(entry, dict):
-        yield f"{where} is no object"
-    elif missing := [key for key in keys if key not in entry]:
-        yield f"{where} lacks {', '.join(f'`{key}`' for key in missing)}"
-
-
-__all__ = ["is_scaling_record", "read_scaling_record"]
+__all__ = ["is_scaling", "is_scaling_record", "read_scaling_record"]

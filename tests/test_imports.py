@@ -65,6 +65,7 @@ ORDER = [
     "benchmark_methods",
     "benchmark",
     "benchmark_summary",
+    "record_reading",
     "benchmark_reading",
     "benchmark_display",
     "benchmark_latex",
