@@ -147,20 +147,9 @@ def run_rounds(
 def _call_facts(
     target: Any, ids: torch.LongTensor, answer: Answer, plain: tuple[int, ...], temperature: float
 ) -> dict[str, Any]:
-    parts = [answer.draft_s, answer.verify_s]
-    known = None if None in parts else sum(part for part in parts if part is not None)
     difference = first_difference(plain, answer.new_ids)
     facts: dict[str, Any] = {
-        "total_s": answer.total_s,
-        "prefill_s": answer.prefill_s,
-        "policy_s": answer.policy_s,
-        "decode_s": answer.decode_s,
-        "draft_s": answer.draft_s,
-        "verify_s": answer.verify_s,
-        "other_s": None if known is None else answer.decode_s - known,
-        "num_new_tokens": len(answer.new_ids),
-        "num_steps": answer.num_steps,
-        "acceptance_length": answer.acceptance_length,
+        **answer.facts(),
         "block_size": answer.block_size,
         "text_hash": _hash(answer.new_ids),
         "first_difference": difference,

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .benchmark_display import groups_table, not_run_lines, readme_table, speeds_table, texts_table
-from .benchmark_reading import main_results, record_labels
-from .display import counted
+from .benchmark_reading import command_line, main_results, record_labels
 
 BENCHMARKS = "benchmark*.json"
 
@@ -24,10 +23,7 @@ def benchmark_section(records: Sequence[Mapping[str, Any]]) -> str:
             tables = (speeds_table(record, result), texts_table(record, result), groups_table(record, result))
             parts += [table.markdown for table in tables]
         parts += [f"{label}: {line}" for line in not_run_lines(record)]
-        run, meta = record["run_info"], record["meta_info"]
-        machine = f"{meta['machine']['device_name']} with {counted(meta['machine']['num_threads'], 'thread')}"
-        notes = f" {run['notes']}" if run.get("notes") else ""
-        parts.append(f"Command ({label}): `{run['command']}`, on {machine}, torch {meta['versions']['torch']}.{notes}")
+        parts.append(command_line(label, record))
     return "\n\n".join(parts) + "\n"
 
 

@@ -199,11 +199,6 @@ def told_benchmark(record: Mapping[str, Any]) -> Iterator[Table | str]:
     yield from legend_lines(record)
 
 
-def markdown_report(record: Mapping[str, Any]) -> str:
-    """The same in Markdown."""
-    return markdown_parts(told_benchmark(record))
-
-
 def markdown_parts(parts: Iterable[Table | str]) -> str:
     """Tables and lines in Markdown; successive lines become a list."""
     blocks: list[str] = []
@@ -343,7 +338,6 @@ __all__ = [
     "groups_table",
     "legend_lines",
     "markdown_parts",
-    "markdown_report",
     "not_run_lines",
     "readme_table",
     "sets_table",

@@ -55,6 +55,22 @@ class Answer:
         """Tokens per step; `None` without steps."""
         return (len(self.new_ids) - 1) / self.num_steps if self.num_steps else None
 
+    def facts(self) -> dict[str, Any]:
+        """Seconds and counts, for records; `other_s` is decoding outside the passes, where both are known."""
+        passes = None if self.draft_s is None or self.verify_s is None else self.draft_s + self.verify_s
+        return {
+            "total_s": self.total_s,
+            "prefill_s": self.prefill_s,
+            "policy_s": self.policy_s,
+            "decode_s": self.decode_s,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
+            "other_s": None if passes is None else self.decode_s - passes,
+            "num_new_tokens": len(self.new_ids),
+            "num_steps": self.num_steps,
+            "acceptance_length": self.acceptance_length,
+        }
+
 
 @dataclass(frozen=True)
 class Method:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .display import counted
 from .evaluation_rules import ALL, GROUPS, group_of
 from .record_reading import lacking, read_sections
 
@@ -151,6 +152,14 @@ def seconds_per_token(
     return parts
 
 
+def command_line(label: str, record: Mapping[str, Any]) -> str:
+    """Of a card: the command that wrote a record, and on what."""
+    run, meta = record["run_info"], record["meta_info"]
+    machine = f"{meta['machine']['device_name']} with {counted(meta['machine']['num_threads'], 'thread')}"
+    notes = f" {run['notes']}" if run.get("notes") else ""
+    return f"Command ({label}): `{run['command']}`, on {machine}, torch {meta['versions']['torch']}.{notes}"
+
+
 def record_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     Records by what tells them apart: the dtype, and where that is not enough the device, the target or a number too.
@@ -177,6 +186,7 @@ __all__ = [
     "PLAIN",
     "UNSPLIT",
     "calls_by_prompt",
+    "command_line",
     "default_method",
     "main_results",
     "methods_of",

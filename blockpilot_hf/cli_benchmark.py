@@ -227,13 +227,16 @@ def parse_numbers(text: str, kind: type, option: str) -> list[Any]:
         raise ValueError(f"`{option}` takes numbers separated by commas, got {text!r}.") from None
 
 
+def chosen_policy(drafter: Any, policy: str | None) -> Any:
+    """What `--policy` names, `none` included; by default the drafter's own, if it names one."""
+    if policy == "none":
+        return None
+    return policy_of_drafter(drafter) if policy is None else load_policy(policy)
+
+
 def _policies(pilot: Any, policy: str | None, paper_policy: str | None, *, is_embedded: bool) -> dict[str, Any]:
     """By what they are used for. A policy that names one size is one by the paper's rule."""
-    found: dict[str, Any] = {}
-    if policy is None:
-        found["policy"] = policy_of_drafter(pilot.drafter)
-    elif policy != "none":
-        found["policy"] = load_policy(policy)
+    found = {"policy": chosen_policy(pilot.drafter, policy)}
     if paper_policy is not None:
         found["paper"] = load_policy(paper_policy)
     elif is_embedded:
@@ -291,4 +294,4 @@ def checkout_commit() -> str | None:
     return found.stdout.strip()
 
 
-__all__ = ["RECORD", "Preset", "benchmark_command", "checkout_commit", "pair_facts", "parse_numbers"]
+__all__ = ["RECORD", "Preset", "benchmark_command", "checkout_commit", "chosen_policy", "pair_facts", "parse_numbers"]

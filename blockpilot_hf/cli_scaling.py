@@ -2,12 +2,12 @@
 
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from .benchmark_methods import FLIGHT, PLAIN, make_methods
-from .cli_benchmark import checkout_commit, pair_facts, parse_numbers
+from .cli_benchmark import checkout_commit, chosen_policy, pair_facts, parse_numbers
 from .cli_common import (
     EMBEDDED,
     Costs,
@@ -27,7 +27,6 @@ from .cli_report import show_record
 from .costs import CostTable
 from .default_costs import costs_for
 from .json_lines import read_lines, write_json
-from .loading import load_policy, policy_of_drafter
 from .peak_memory import memory_source
 from .scaling import ANSWER_LENGTHS, PROMPT_LENGTHS, cell_of, fitting_lengths, run_cells
 from .scaling_plot import draw_scaling
@@ -77,7 +76,7 @@ def scaling_command(
     model, tokenizer = load_target(target, dtype, pack=pack)
     pilot = load_pilot(drafter, "none", model, pack=pack)
     lengths = fitting_lengths(model, pilot.drafter, prompts, answers)
-    chosen = _policy(pilot.drafter, policy)
+    chosen = chosen_policy(pilot.drafter, policy)
     table = CostTable.load(costs) if costs else costs_for(model, pilot.drafter)
     trained = f"size {pilot.drafter.config.block_size}"
     known = make_methods(model, pilot, policy=chosen, costs=table)
@@ -128,12 +127,6 @@ def scaling_command(
     if status == "stopped":
         screen.line(f"stopped with {len(lines)} of {len(cells)} cells; the same command goes on")
         raise KeyboardInterrupt
-
-
-def _policy(drafter: Any, policy: str | None) -> Any:
-    if policy == "none":
-        return None
-    return policy_of_drafter(drafter) if policy is None else load_policy(policy)
 
 
 __all__ = ["RECORD", "scaling_command"]

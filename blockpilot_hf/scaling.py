@@ -248,23 +248,12 @@ def _measured(
         )
         ended_cpu_s = time.process_time()
     assert seen.prefilled_cpu_s is not None, "there is no call without a prefill"
-    parts = (answer.draft_s, answer.verify_s)
-    known = None if None in parts else sum(part for part in parts if part is not None)
     return {
-        "total_s": answer.total_s,
+        **answer.facts(),
         # Of the processor, all threads together: on a CPU they hold where others have the machine too.
         "cpu_s": ended_cpu_s - started_cpu_s,
         "decode_cpu_s": ended_cpu_s - seen.prefilled_cpu_s,
-        "prefill_s": answer.prefill_s,
-        "policy_s": answer.policy_s,
-        "decode_s": answer.decode_s,
-        "draft_s": answer.draft_s,
-        "verify_s": answer.verify_s,
-        "other_s": None if known is None else answer.decode_s - known,
         "time_per_token_s": answer.decode_s / (answer_length - 1),
-        "num_new_tokens": len(answer.new_ids),
-        "num_steps": answer.num_steps,
-        "acceptance_length": answer.acceptance_length,
         "peak_memory_bytes": peak.num_bytes,
         "target_cache_bytes": cache_bytes(seen.target),
         "drafter_cache_bytes": cache_bytes(seen.drafter),

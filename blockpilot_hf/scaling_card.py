@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .benchmark_reading import record_labels
-from .display import counted
+from .benchmark_reading import command_line, record_labels
 from .scaling_display import LEGEND, growth_lines, growth_verdict, memory_table, shared_lines, time_table
 
 SCALINGS = "scaling*.json"
@@ -20,10 +19,7 @@ def scaling_section(records: Sequence[Mapping[str, Any]]) -> str:
             parts += [time_table(record, sweep).markdown, memory_table(record, sweep).markdown]
         lines = [*shared_lines(record), LEGEND, *growth_lines(record), growth_verdict(record)]
         parts.append("\n".join(f"- {line}" for line in lines))
-        run, meta = record["run_info"], record["meta_info"]
-        machine = f"{meta['machine'].get('device_name')} with {counted(meta['machine']['num_threads'], 'thread')}"
-        notes = f" {run['notes']}" if run.get("notes") else ""
-        parts.append(f"Command ({label}): `{run['command']}`, on {machine}, torch {meta['versions']['torch']}.{notes}")
+        parts.append(command_line(label, record))
     return "\n\n".join(parts) + "\n"
 
 

@@ -13,7 +13,7 @@ from blockpilot_hf.benchmark_display import (
     fitted,
     gains_table,
     groups_table,
-    markdown_report,
+    markdown_parts,
     readme_table,
     sets_table,
     speeds_table,
@@ -187,7 +187,7 @@ def test_several_prompt_sets_have_columns_of_their_own():
 
 def test_markdown_holds_every_table_and_no_name_ends_a_cell(record):
     record["methods"]["paper"]["title"] = "paper | rule\n2"
-    text = markdown_report(record)
+    text = markdown_parts(told_benchmark(record))
     assert len(re.findall(r"^\| --- ", text, flags=re.MULTILINE)) == len(tables(record))
     assert "\n- \\* fewer than 20" in text  # no list in the list
     assert "paper \\| rule 2" in text

@@ -10,7 +10,7 @@ from benchmark_records import make_record, save_record
 from typer.testing import CliRunner
 
 from blockpilot_hf import cli_report
-from blockpilot_hf.benchmark_display import markdown_report, readme_table
+from blockpilot_hf.benchmark_display import markdown_parts, readme_table, told_benchmark
 from blockpilot_hf.benchmark_latex import latex_table
 from blockpilot_hf.benchmark_reading import read_record
 from blockpilot_hf.cli_report import report_command
@@ -58,7 +58,7 @@ def test_a_terminal_gets_all_tables_within_its_columns(report, record, tmp_path)
 
 def test_markdown_and_latex_come_alone(report, record, tmp_path):
     path = save_record(tmp_path / "benchmark.json", record)
-    assert report(path, "--format", "markdown") == (0, markdown_report(record))
+    assert report(path, "--format", "markdown") == (0, markdown_parts(told_benchmark(record)))
     assert report(path, "--format", "latex") == (0, latex_table(record))
 
 
